@@ -11,9 +11,18 @@ from collections.abc import Callable
 
 from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduling.scheduler import Scheduler
+from sidestep.engine_core.worker_calls import WorkerCalls
 from sidestep.executor.base import Executor
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.transport.messages import AbortRequests, AddRequest, Answer, Call, Outputs
+from sidestep.ipc.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    Answer,
+    Call,
+    CallWorkers,
+    CancelCall,
+    Outputs,
+)
 from sidestep.ipc.transport.records import pack_requests
 from sidestep.ipc.transport.step import StepInput
 
@@ -36,6 +45,13 @@ class EngineCore:
         self._clock = clock
         self._last_progress = clock()
         self.recorder = FlightRecorder(clock)
+        self.calls = WorkerCalls(
+            executor,
+            lambda: not (self._in_flight or scheduler.has_unfinished),
+            scheduler.reset_prefix_cache,
+            clock,
+        )
+        self._answers: list[tuple[int, Answer]] = []
 
     def __repr__(self) -> str:
         return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
@@ -45,16 +61,29 @@ class EngineCore:
         """Steps that are submitted and whose output has not come back."""
         return self._in_flight
 
-    def handle(self, message: AddRequest | AbortRequests | Call) -> Answer | None:
+    def handle(
+        self, message: AddRequest | AbortRequests | Call | CallWorkers | CancelCall
+    ) -> Answer | None:
         """Take a message of a frontend, and return the answer if the message is a Call."""
         if isinstance(message, AddRequest):
-            self.recorder.request_came()
-            self.scheduler.add(message)
+            if not self.calls.hold(message):
+                self.recorder.request_came()
+                self.scheduler.add(message)
         elif isinstance(message, AbortRequests):
+            self.calls.hold(message)
             self.scheduler.abort(message.client, message.handles)
+        elif isinstance(message, CallWorkers):
+            self.calls.ask(message)
+        elif isinstance(message, CancelCall):
+            self.calls.cancel(message.client, message.call_id)
         else:
             return self._answer(message)
         return None
+
+    def client_left(self, client: int) -> None:
+        """End all that a frontend has asked for, since it has left."""
+        self.calls.client_left(client)
+        self.scheduler.abort_client(client)
 
     def step(self) -> list[tuple[int, Outputs]]:
         """Run one turn of the loop, without waiting, and return the outputs by client.
@@ -62,8 +91,8 @@ class EngineCore:
         After a turn nothing can be done until a frontend, a worker or a deadline calls.
         """
         outputs: list[tuple[int, Outputs]] = []
-        # 1. Take the tokens of the steps that have come back.
-        while self._in_flight and (output := self.executor.poll()) is not None:
+        # 1. Take the tokens of the steps that have come back, and the answers to calls.
+        while (output := self.executor.poll()) is not None:
             self._in_flight -= 1
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
@@ -72,7 +101,11 @@ class EngineCore:
             self.scheduler.follow(output)
             self._send_masks()
             outputs += self.scheduler.update(output).items()
-        # 3. Queue the next step behind it. The outputs go out after this: the device comes first.
+        # 3. Send the next call of a frontend, and take the requests that have waited for calls.
+        self._answers += self.calls.turn()
+        for message in self.calls.take_held():
+            self.handle(message)
+        # 4. Queue the next step behind it. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:
                 self._last_progress = self._clock()
@@ -80,17 +113,29 @@ class EngineCore:
             self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
             self._send_masks()
-        # 4. Add what ended outside a step: refusals, deadlines.
+        # 5. Add what ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
         self.recorder.turn_ended()
         return outputs
 
+    def take_answers(self) -> list[tuple[int, Answer]]:
+        """Return the answers to calls to the workers, by client."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def next_deadline(self) -> float | None:
+        """Return the latest time of the next turn, on the core's clock; None for no limit."""
+        times = (self.scheduler.next_deadline(), self.calls.next_deadline())
+        return min((time for time in times if time is not None), default=None)
+
     def seconds_since_progress(self) -> float:
         """Return the seconds since a step in flight last gave an output.
 
-        0 when no step is in flight.
+        0 when no step is in flight, and while the workers have time for a call: steps wait then.
         """
-        return self._clock() - self._last_progress if self._in_flight else 0.0
+        if not self._in_flight or self.calls.is_busy:
+            return 0.0
+        return self._clock() - self._last_progress
 
     def _schedule(self) -> StepInput | None:
         self.recorder.scheduling()
@@ -112,6 +157,9 @@ class EngineCore:
             result = {"seconds_since_progress": self.seconds_since_progress()}
         elif call.method == "stats":
             result = self.scheduler.stats() | self.recorder.stats()
+            result["num_waiting"] += self.calls.num_held
+        elif call.method == "sleep_level":
+            result = {"level": float(self.calls.sleep_level)}
         elif call.method == "reset_prefix_cache":
             result = {"done": float(self.scheduler.reset_prefix_cache())}
         elif call.method == "step_records":

@@ -106,7 +106,7 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
     while True:
         # 1. See which frontends have left, then take what the others sent.
         for client in channel.take_gone():
-            core.scheduler.abort_client(client)
+            core.client_left(client)
         while messages := channel.receive():
             for message in messages:
                 answer = (
@@ -119,10 +119,12 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
         # 2. Take what came back, keep the pipeline full, send the tokens on.
         for client, outputs in core.step():
             channel.send(client, outputs)
+        for client, made in core.take_answers():
+            channel.send(client, made)
         # 3. Wait for a frontend, a worker, a grammar or a deadline. With steps in flight, first
         #    poll for a while without sleeping.
         if not (core.in_flight and _look(poll)):
-            poll.poll(_milliseconds_until(core.scheduler.next_deadline()))
+            poll.poll(_milliseconds_until(core.next_deadline()))
 
 
 def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import abc
+from typing import NamedTuple
 
 import msgspec
 
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +21,19 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """'cuda', 'cpu' or 'fake'."""
     device: str
     """A description for people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
+
+
+class Answered(NamedTuple):
+    """A call that all ranks have answered."""
+
+    number: int
+    """The number that `Executor.call` returned."""
+    results: list[CallResult]
+    """One a rank, in their order."""
+    error: str | None
+    """Why ranks have refused the call; it names them, unless all say the same."""
+    num_refused: int = 0
+    """Number of ranks that have refused the call."""
 
 
 class Executor(abc.ABC):
@@ -52,10 +67,22 @@ class Executor(abc.ABC):
         """Return the next output if it is there. Its columns are valid until the next call."""
 
     @abc.abstractmethod
+    def call(self, call: AnyCall) -> int:
+        """Hand all ranks a call, behind the steps submitted so far, and return its number."""
+
+    @abc.abstractmethod
+    def take_answered(self) -> list[Answered]:
+        """Return the calls that have been answered by now; `poll` takes the ranks' answers."""
+
+    @abc.abstractmethod
+    def missing_ranks(self, number: int) -> str:
+        """Return the names of the ranks that have not answered a call, for users."""
+
+    @abc.abstractmethod
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when there is something to do.
 
-        That is when `poll` may have an output, or when a worker has died.
+        That is when `poll` may have an output or take an answer, or when a worker has died.
         """
 
     @abc.abstractmethod

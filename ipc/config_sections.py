@@ -403,6 +403,11 @@ class FrontendConfig(Options):
         "Most tokens of prompts that may wait; a request whose prompt would exceed them is "
         "refused. Default: no limit.",
     )
+    profiler_dir: str | None = option(
+        None,
+        "Folder that start_profile writes to, one file a rank; the server's routes for profiles "
+        "need it.",
+    )
     routing: str = option(
         "prefix",
         "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has "

@@ -8,6 +8,8 @@ needs the description of a GPU does not wait for torch.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,3 +57,19 @@ def stand_for(gpu: Gpu, device_type: str = "meta") -> None:
     """
     _stand_ins[device_type] = gpu
     gpu_of.cache_clear()
+
+
+@contextmanager
+def like_gpu(gpu: Gpu, device_type: str) -> Iterator[None]:
+    """Let tensors on devices of this type stand for tensors on this GPU within the context.
+
+    Layers that are built there keep their weights as they do on a GPU. No kernel may be launched.
+    """
+    before = _stand_ins.copy()
+    stand_for(gpu, device_type)
+    try:
+        yield
+    finally:
+        _stand_ins.clear()
+        _stand_ins.update(before)
+        gpu_of.cache_clear()

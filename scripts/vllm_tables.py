@@ -17,6 +17,7 @@ from sidestep.ipc.vllm.foreign import Foreign
 from sidestep.ipc.vllm.imports import MODULES, NAMES
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES
 from sidestep.ipc.vllm.params import SAMPLING_FIELDS, STRUCTURE_FIELDS
+from sidestep.ipc.vllm.speculation import SPECULATIVE_KEYS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate-from-vllm.md"
 BEGIN = "<!-- Written by `python -m scripts.vllm_tables`; a test compares. -->\n"
@@ -27,6 +28,7 @@ OURS_ALONE = {
     "pipeline_layers",
     "cpu_threads",
     "fake_step_ms",
+    "profiler_dir",
     "max_num_queued_reqs",
     "max_num_queued_tokens",
     "routing",
@@ -55,6 +57,7 @@ def _parts() -> Iterator[str]:
         yield "".join(f"| `{name}` | `{theirs}` | `{ours}` |\n" for theirs, ours in words.items())
     for title, table in (
         ("Engine options", ENGINE_OPTIONS),
+        ("Keys of speculative_config", SPECULATIVE_KEYS),
         ("Server options", SERVER_OPTIONS),
         ("SamplingParams", SAMPLING_FIELDS),
         ("StructuredOutputsParams", STRUCTURE_FIELDS),

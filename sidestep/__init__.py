@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UnsupportedError,
         ValidationError,
+        WorkerCallError,
     )
     from sidestep.ipc.config_sections import DEFAULT_MODEL
     from sidestep.ipc.params.beam_search_params import BeamSearchParams
@@ -93,6 +94,7 @@ _HOMES = {
     "UnknownNameError": "ipc.common.errors",
     "UnsupportedError": "ipc.common.errors",
     "ValidationError": "ipc.common.errors",
+    "WorkerCallError": "ipc.common.errors",
     "RequestRecord": "ipc.transport.records",
     "StepRecord": "ipc.transport.records",
     "RepetitionDetectionParams": "ipc.params.sampling_params",
@@ -136,6 +138,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedError",
     "ValidationError",
+    "WorkerCallError",
     "Vote",
     "best_of_n",
     "critique_and_revise",

@@ -136,8 +136,8 @@ class DraftBudget:
     def _seconds(self, kind: int, tier: int) -> float:
         """Return the time of a step, measured or assumed.
 
-        What is assumed favours a number that has not been tried, so that it is: more drafts take
-        little longer, and fewer drafts are faster by as much as they are fewer.
+        The assumption favours a number that has not been tried, so that it is tried: more drafts
+        take little longer, and fewer drafts are faster by as much as they are fewer.
         """
         if (time := self._times.get((kind, tier))) is not None:
             return time.seconds

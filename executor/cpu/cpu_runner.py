@@ -12,29 +12,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionSetup, StepBatch
+from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.cpu.drafted_rows import DraftedRows
-from sidestep.executor.models.decoder import attention_shape
+from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
     load_rotary,
     pick_attention,
     pick_dtype,
 )
+from sidestep.executor.models.new_weights import TakesWeights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
-from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
+from sidestep.executor.runner.sleep import SleepingRunner, resident_bytes, return_freed_memory
 from sidestep.executor.runner.slot_state import SlotState
+from sidestep.executor.runner.torch_profile import TakesProfiles
+from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_prompt_tokens
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
 from sidestep.executor.speculation.proposer import make_proposer
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.transport.step import Int32, Int64, StepInput, StepMasks, StepOutput
 from sidestep.kernels.ops.rms_norm import Stream
@@ -42,7 +47,7 @@ from sidestep.kernels.ops.rms_norm import Stream
 _CPU = torch.device("cpu")
 
 
-class ModelRunner(Runner):
+class ModelRunner(TakesProfiles, TakesWeights, SleepingRunner):
     """A torch model on a CPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
@@ -63,24 +68,13 @@ class ModelRunner(Runner):
     def load(self) -> WorkerReady:
         """Load the weights, and allocate the KV cache and the tables."""
         args = self._args
-        self._model = load_model(args, self._parallel, self._dtype, _CPU)
+        self._model = self._read_weights(args)
         shape = attention_shape(args.spec, self._parallel, self._stage)
         # Block ids are common to all ranks, so the rank with the least room decides.
-        num_blocks = self._parallel.minimum(
+        self._num_blocks = self._parallel.minimum(
             cpu_kv_blocks(args, self._limits, shape.bytes_per_token(self._dtype), self._block_size)
         )
-        self._attention = pick_attention(args, _CPU)(
-            AttentionSetup(
-                shape=shape,
-                num_blocks=num_blocks,
-                block_size=self._block_size,
-                dtype=self._dtype,
-                device=_CPU,
-                rotary=load_rotary(args, _CPU),
-                norm_eps=args.spec.rms_norm_eps,
-                max_rows=self._limits.max_num_seqs,
-            )
-        )
+        self._attention = self._make_attention()
         self._state = HostTables(self._limits.num_slots, args.max_model_len, self._block_size)
         slots = SlotState(self._limits.num_slots, self._limits.num_drafts)
         self._pipeline = Pipeline(args, slots.table, self._limits.max_steps_in_flight)
@@ -91,11 +85,59 @@ class ModelRunner(Runner):
             proposer = make_proposer(args.scheduler.speculation, args.spec.vocab_size)
         self._drafted = DraftedRows(self._state, slots, proposer)
         return WorkerReady(
-            num_kv_blocks=num_blocks,
+            num_kv_blocks=self._num_blocks,
             block_size=self._block_size,
             device_type="cpu",
             device=self._describe(),
         )
+
+    def _make_attention(self) -> AttentionBackend:
+        """Make the attention backend with an empty cache."""
+        args = self._args
+        return pick_attention(args, _CPU)(
+            AttentionSetup(
+                shape=attention_shape(args.spec, self._parallel, self._stage),
+                num_blocks=self._num_blocks,
+                block_size=self._block_size,
+                dtype=self._dtype,
+                device=_CPU,
+                rotary=load_rotary(args, _CPU),
+                norm_eps=args.spec.rms_norm_eps,
+                max_rows=self._limits.max_num_seqs,
+            )
+        )
+
+    def _free(self, level: int) -> int:
+        """Free the KV cache, and at level 2 the weights.
+
+        Level 1 keeps the weights in the host's memory, where they are already.
+        """
+        before = resident_bytes()
+        del self._attention
+        if level == 2:
+            del self._model
+        return_freed_memory()
+        return max(0, before - resident_bytes())
+
+    @torch.inference_mode()
+    def _restore(self, level: int) -> None:
+        """Read the weights again after level 2, and allocate the cache."""
+        if level == 2:
+            try:
+                self._model = self._read_weights(self._args)
+            except EngineStartError as error:
+                raise CallRefusedError(str(error)) from None
+        self._attention = self._make_attention()
+
+    @torch.inference_mode()
+    def _read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
+        """Return a model with its weights laid out for this CPU."""
+        return load_model(args, self._parallel, self._dtype, _CPU)
+
+    def _use_weights(self, model: DecoderForCausalLM) -> None:
+        """Put the model in the place of the old one."""
+        self._model = model
+        return_freed_memory()
 
     @torch.inference_mode()
     def execute(

@@ -35,8 +35,8 @@ from sidestep.executor.gpu.cuda_graphs import (
     worthwhile_tokens,
 )
 from sidestep.executor.gpu.device_clock import DeviceClock
+from sidestep.executor.gpu.gpu_memory_calls import GpuMemoryCalls
 from sidestep.executor.gpu.gpu_output import GpuOutput, StepResult
-from sidestep.executor.gpu.step_kernels import StepKernels
 from sidestep.executor.gpu.step_packer import StepPacker
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import pick_device
@@ -46,7 +46,8 @@ from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
-from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.runner import PendingOutput, WorkerArgs
+from sidestep.executor.runner.torch_profile import TakesProfiles
 from sidestep.executor.runner.transfer import to_device, to_host
 from sidestep.executor.sampling.prompt_logprobs import PromptTokens
 from sidestep.executor.sampling.special_rows import make_special_rows
@@ -64,7 +65,7 @@ _PAD = 128
 """Eager steps are padded to a multiple of this many tokens."""
 
 
-class GpuRunner(StepKernels, Runner):
+class GpuRunner(TakesProfiles, GpuMemoryCalls):
     """A torch model on one NVIDIA GPU."""
 
     def __init__(self, args: WorkerArgs) -> None:
@@ -98,9 +99,7 @@ class GpuRunner(StepKernels, Runner):
             self._load_model()
             num_blocks = self._size_cache(backend)
             self._attention = self._make_attention(backend, num_blocks)
-            self._reset()
-            if backend.graph_safe and not self._args.parallel.enforce_eager:
-                self._graphs = self._capture()
+            self._make_ready()
         except torch.OutOfMemoryError as error:
             raise EngineStartError(
                 "gpu_memory_utilization: the GPU has too little memory: "
@@ -116,6 +115,12 @@ class GpuRunner(StepKernels, Runner):
             device_type="cuda",
             device=torch.cuda.get_device_name(self._device),
         )
+
+    def _make_ready(self) -> None:
+        """Forget all requests and capture the graphs, with the cache and the weights in place."""
+        self._reset()
+        if self._attention.graph_safe and not self._args.parallel.enforce_eager:
+            self._graphs = self._capture()
 
     def _make_buffers(self) -> None:
         """Allocate the buffers in the host's memory, and what only a GPU has."""

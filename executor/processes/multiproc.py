@@ -1,9 +1,9 @@
 """Worker processes, one a rank, which take steps from one ring and reply on one ring each.
 
-The first rank that samples returns the outputs. The other ranks' rings carry only "ready" and
-failures. A worker that dies makes its doorbell readable (its end of the pipe closes), so the core
-wakes at once and `poll` says which rank died and how. Ranks wait for each other, so a rank that
-dies makes others fail: see `_cause`.
+The first rank that samples returns the outputs. The other ranks' rings carry only "ready", answers
+to calls and failures. A worker that dies makes its doorbell readable (its end of the pipe closes),
+so the core wakes at once and `poll` says which rank died and how. Ranks wait for each other, so a
+rank that dies makes others fail: see `_cause`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import os
 import selectors
 import tempfile
 import time
+from collections.abc import Iterable
 
 import msgspec
 
-from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.base import Answered, Executor, WorkerReady
 from sidestep.executor.gpu.cuda_driver import has_driver
 from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+from sidestep.executor.processes.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
@@ -31,7 +33,8 @@ from sidestep.ipc.transport.shm_ring import (
     RingWriter,
     create_ring,
 )
-from sidestep.ipc.transport.step import Columns, StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.worker_calls import AnyCall, SentCall, decode_answer, encode
 
 _THREAD_WIDTH = 256
 """Values of a hidden state for each thread: waking a thread for fewer takes longer than it
@@ -56,6 +59,7 @@ class MultiprocExecutor(Executor):
         self._gone: list[int] = []
         """Ranks that have ended without reporting a failure."""
         self._compiler: Child | None = None
+        self._answers = RankAnswers(self._world, config.parallel.rank_name)
 
     def launch(self) -> None:
         """Spawn the workers, and the process that compiles kernels ahead."""
@@ -91,16 +95,30 @@ class MultiprocExecutor(Executor):
 
     def submit(self, step: StepInput) -> None:
         """Send a step to all ranks."""
-        self._send(step, Order.STEP)
+        self._send(step.encode(), Order.STEP)
 
     def submit_masks(self, masks: StepMasks) -> None:
         """Send masks to all ranks."""
-        self._send(masks, Order.MASKS)
+        self._send(masks.encode(), Order.MASKS)
 
-    def _send(self, message: Columns, kind: Order) -> None:
+    def call(self, call: AnyCall) -> int:
+        """Send a call to all ranks, and return its number."""
+        number = self._answers.open()
+        self._send([encode(SentCall(number=number, call=call))], Order.CALL)
+        return number
+
+    def take_answered(self) -> list[Answered]:
+        """Return the calls that all ranks have answered since the last time."""
+        return self._answers.take_answered()
+
+    def missing_ranks(self, number: int) -> str:
+        """Return the names of the ranks that have not answered a call."""
+        return self._answers.missing(number)
+
+    def _send(self, parts: Iterable[bytes | memoryview], kind: Order) -> None:
         assert self._steps is not None, "launch() comes first"
         try:
-            self._steps.send(message.encode(), kind)
+            self._steps.send(parts, kind)
         except RingClosed as closed:
             raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
@@ -205,20 +223,24 @@ class MultiprocExecutor(Executor):
         return None
 
     def _hear(self, rank: int) -> StepOutput | None:
+        """Return a rank's next output, and take all that it has sent before that.
+
+        Its doorbell is silent afterwards, so nothing may be left in the ring.
+        """
         replies = self._replies[rank]
         closed = replies.clear_bell()
-        message = replies.receive()
-        if message is None:
-            if closed and rank not in self._failures and rank not in self._gone:
-                self._gone.append(rank)
-            return None
-        kind, data = message
-        if kind == Reply.OUTPUT:
-            return StepOutput.decode(data)
-        if kind == Reply.READY:
-            self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
-        else:
-            self._failures[rank] = msgspec.json.decode(bytes(data), type=Failure)
+        while (message := replies.receive()) is not None:
+            kind, data = message
+            if kind == Reply.OUTPUT:
+                return StepOutput.decode(data)
+            if kind == Reply.ANSWER:
+                self._answers.take(rank, decode_answer(data))
+            elif kind == Reply.READY:
+                self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
+            else:
+                self._failures[rank] = msgspec.json.decode(bytes(data), type=Failure)
+        if closed and rank not in self._failures and rank not in self._gone:
+            self._gone.append(rank)
         return None
 
     @property

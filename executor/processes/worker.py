@@ -3,11 +3,13 @@
 Order of side effects: a step is decoded, its differences are applied and its work is launched
 before the next step is read. So steps reach the device in the order they were sent. Outputs go back
 in that order too: from this thread when it finds them ready, otherwise from the drain thread. The
-main thread never waits for the device.
+main thread never waits for the device. A call is answered between two steps, and its answer goes
+back behind the outputs of the steps before it.
 """
 
 from __future__ import annotations
 
+import abc
 import enum
 import queue
 import threading
@@ -25,6 +27,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.processes.process import decode_args, freeze_heap
 from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
+from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
 
 _IDLE_S = 1.0
 """Seconds without a message after which the runner settles."""
@@ -37,6 +40,8 @@ class Order(enum.IntEnum):
     """Columns of StepInput."""
     MASKS = 1
     """Columns of StepMasks."""
+    CALL = 2
+    """MessagePack of SentCall."""
 
 
 class Reply(enum.IntEnum):
@@ -47,7 +52,9 @@ class Reply(enum.IntEnum):
     OUTPUT = 1
     """Columns of StepOutput."""
     FAILED = 2
-    """JSON of Failure: the worker could not start, or a step raised."""
+    """JSON of Failure: the worker could not start, or a step or call raised."""
+    ANSWER = 3
+    """MessagePack of CallAnswer."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -71,45 +78,83 @@ class WorkerProcArgs:
     cpu_threads: int
 
 
+class Outgoing(abc.ABC):
+    """A message to the core that is sent when it is ready."""
+
+    @property
+    @abc.abstractmethod
+    def ready(self) -> bool:
+        """Whether `send` would return at once."""
+
+    @abc.abstractmethod
+    def send(self, replies: RingWriter) -> None:
+        """Wait until the message is ready, and send it."""
+
+
 @dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(Outgoing):
     """A step that has been launched, and when the host had received and launched it."""
 
     pending: PendingOutput
     received_ns: int
     launched_ns: int
 
+    @property
+    def ready(self) -> bool:
+        """Whether the device has ended the step."""
+        return self.pending.ready
+
+    def send(self, replies: RingWriter) -> None:
+        """Wait for the step's end, and send its output."""
+        output = self.pending.wait()
+        output.received_ns, output.launched_ns = self.received_ns, self.launched_ns
+        replies.send(output.encode(), Reply.OUTPUT)
+
+
+@dataclass(frozen=True, slots=True)
+class Answering(Outgoing):
+    """The answer to a call."""
+
+    answer: CallAnswer
+
+    @property
+    def ready(self) -> bool:
+        """True: the answer is there."""
+        return True
+
+    def send(self, replies: RingWriter) -> None:
+        """Send the answer."""
+        replies.send([encode(self.answer)], Reply.ANSWER)
+
 
 class OutputDrain:
-    """Sends outputs in order: from the main thread as long as it has time, else from a thread.
+    """Sends messages in order: from the main thread as long as it has time, else from a thread.
 
     That thread may wait for the device.
     """
 
     def __init__(self, replies: RingWriter) -> None:
         self._replies = replies
-        self._looked_at: deque[Launched] = deque()
-        """Steps that the main thread looks at; none of them belongs to the waiting thread."""
-        self._queue: queue.SimpleQueue[Launched] = queue.SimpleQueue()
+        self._looked_at: deque[Outgoing] = deque()
+        """Messages that the main thread looks at; none of them belongs to the waiting thread."""
+        self._queue: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
         # Two counts, each changed by one thread alone.
         self._num_left = 0
         self._num_waited_for = 0
         threading.Thread(target=self._run, name="drain", daemon=True).start()
 
-    def put(self, step: Launched) -> None:
-        """Add the next step."""
-        self._looked_at.append(step)
+    def put(self, message: Outgoing) -> None:
+        """Add the next message."""
+        self._looked_at.append(message)
         self.send_ready()
 
     def send_ready(self) -> bool:
-        """Send the outputs that can be sent without waiting; return whether there were any."""
+        """Send the messages that can be sent without waiting; return whether there were any."""
         sent = False
         while (
-            self._looked_at
-            and self._num_left == self._num_waited_for
-            and self._looked_at[0].pending.ready
+            self._looked_at and self._num_left == self._num_waited_for and self._looked_at[0].ready
         ):
-            self._send(self._looked_at.popleft())
+            self._looked_at.popleft().send(self._replies)
             sent = True
         return sent
 
@@ -119,16 +164,11 @@ class OutputDrain:
             self._num_left += 1
             self._queue.put(self._looked_at.popleft())
 
-    def _send(self, step: Launched) -> None:
-        output = step.pending.wait()
-        output.received_ns, output.launched_ns = step.received_ns, step.launched_ns
-        self._replies.send(output.encode(), Reply.OUTPUT)
-
     def _run(self) -> None:
         while True:
-            step = self._queue.get()
+            message = self._queue.get()
             try:
-                self._send(step)
+                message.send(self._replies)
             except Exception:
                 # A device reports a failed kernel at the next wait, which is here.
                 report(self._replies, failure_text())
@@ -200,34 +240,47 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
-    """Run steps until the core closes the ring. Only one rank sends outputs.
+    """Run steps and answer calls until the core closes the ring. Only one rank sends outputs.
 
     Masks that the runner does not ask for are dropped: this stage comes before the last.
     """
-    drain = OutputDrain(replies)
+    drain, calls = OutputDrain(replies), deque[SentCall]()
     while True:
+        while calls:
+            drain.put(Answering(runner.answer(calls.popleft())))
         wait_for_step(runner, steps, drain)
         message = steps.receive()
         if message is None or message[0] == Order.MASKS:
+            continue
+        if message[0] == Order.CALL:
+            calls.append(decode_call(message[1]))
             continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])
         if step.awaits_masks:  # the step's bytes must outlive the arrival of the next message
             step = StepInput.decode(bytes(message[1]))
-        pending = runner.execute(step, lambda: receive_masks(runner, steps, drain))
+        pending = runner.execute(step, lambda: receive_masks(runner, steps, drain, calls))
         if answers:
             drain.put(Launched(pending, received, time.monotonic_ns()))
 
 
-def receive_masks(runner: Runner, steps: RingReader, drain: OutputDrain) -> StepMasks:
+def receive_masks(
+    runner: Runner, steps: RingReader, drain: OutputDrain, calls: deque[SentCall]
+) -> StepMasks:
     """Return the masks of the step that is being launched.
 
-    They cannot come before the output of the step before has left.
+    They cannot come before the output of the step before has left. Calls that come before them are
+    added to `calls`: they are answered after the step.
     """
-    while (message := steps.receive()) is None:
-        wait_for_step(runner, steps, drain)
-    assert message[0] == Order.MASKS
-    return StepMasks.decode(message[1])
+    while True:
+        message = steps.receive()
+        if message is None:
+            wait_for_step(runner, steps, drain)
+        elif message[0] == Order.CALL:
+            calls.append(decode_call(message[1]))
+        else:
+            assert message[0] == Order.MASKS
+            return StepMasks.decode(message[1])
 
 
 def wait_for_step(runner: Runner, steps: RingReader, drain: OutputDrain) -> None:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.runner.fake_profile import FakeProfile
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
 from sidestep.executor.speculation.proposer import drafts_of_forced, make_proposer
 from sidestep.ipc.params.logits_controls import Controls, decode_controls
@@ -31,6 +32,13 @@ from sidestep.ipc.transport.step import (
     StepMasks,
     StepOutput,
     UInt8,
+)
+from sidestep.ipc.transport.worker_calls import (
+    CallResult,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
 )
 
 _NO_IDS = np.empty(0, np.int32)
@@ -190,7 +198,7 @@ class FakeRunner(Runner):
         self._device = FakeDevice(args.parallel.fake_step_ms / 1e3, self._num_stages)
         self._instant = args.parallel.fake_step_ms == 0
         slots = args.scheduler.limits("fake", self._num_stages).num_slots
-        self._cache = [[0] * self._block_size for _ in range(self._num_blocks)]
+        self._cache, self._is_asleep = self._empty_cache(), False
         self._tokens: list[list[int]] = [[] for _ in range(slots)]
         """Known and sampled tokens; -1 for tokens that are in the cache and were not sent."""
         self._records = empty_tables(slots)
@@ -203,6 +211,7 @@ class FakeRunner(Runner):
         self._drafts: list[list[int]] = [[] for _ in range(slots)]
         self._speculation = args.scheduler.speculation
         self._proposer = make_proposer(self._speculation, self._vocab_size, self._next_tokens)
+        self._profile = FakeProfile(args)
 
     def load(self) -> WorkerReady:
         """Return the sizes that were asked for, or the defaults."""
@@ -233,6 +242,7 @@ class FakeRunner(Runner):
             assert receive_masks is not None, "nobody gives the masks"
             allowed = self._masks.take(step, receive_masks())
             end = self._device.sample_late()
+        self._profile.note(step, start, end)
         output = self._output(step, self._run_rows(step, allowed))
         output.start_ns, output.end_ns = int(start * 1e9), int(end * 1e9)
         return DoneOutput(output) if self._instant else TimedOutput(output)
@@ -254,6 +264,29 @@ class FakeRunner(Runner):
         if any(self._num_logprobs(row.slot) for row in sampled):
             output.logprobs = self._logprobs(sampled)
         return output
+
+    def start_profile(self, call: StartProfile) -> CallResult:
+        """Begin to record the times of steps."""
+        return self._profile.start(call)
+
+    def stop_profile(self, call: StopProfile) -> CallResult:
+        """Write the times of the steps since then."""
+        return self._profile.stop(call)
+
+    def sleep(self, call: Sleep) -> CallResult:
+        """Drop the content of the cache. There are no weights."""
+        self._is_asleep = True
+        self._cache = []
+        return {"freed_bytes": 0}
+
+    def wake_up(self, call: WakeUp) -> CallResult:
+        """Make the cache again, if the device sleeps."""
+        if self._is_asleep:
+            self._is_asleep, self._cache = False, self._empty_cache()
+        return {}
+
+    def _empty_cache(self) -> list[list[int]]:
+        return [[0] * self._block_size for _ in range(self._num_blocks)]
 
     def _enter(self, step: StepInput) -> None:
         for record, (slot, positions, tokens, _, controls) in zip(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.runner.worker_calls import TakesCalls
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
@@ -89,10 +90,11 @@ class DoneOutput(PendingOutput):
         return self._output
 
 
-class Runner(abc.ABC):
+class Runner(TakesCalls, abc.ABC):
     """One rank's model and its tables.
 
-    The tables have a row for each slot, and change only by the differences in a step.
+    The tables have a row for each slot, and change only by the differences in a step. A runner has
+    a method for each call that it takes (executor/runner/worker_calls.py).
     """
 
     @abc.abstractmethod
@@ -116,7 +118,7 @@ class Runner(abc.ABC):
         has been launched, since the masks depend on the step before.
         """
 
-    def settle(self) -> None:  # noqa: B027
+    def settle(self) -> None:
         """End what is under way between ranks.
 
         It is called when no step has come for a while, before the wait for the next step.

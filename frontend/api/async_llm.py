@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from sidestep.frontend.api.engine_control import EngineControl
 from sidestep.frontend.api.engine_view import EngineView
 from sidestep.frontend.api.request_checks import check_priority, check_queue
 from sidestep.frontend.api.startup import (
@@ -44,7 +45,7 @@ _GRACE_S = 0.25
 """Seconds after a request's deadline until its frontend ends it, if the core has not."""
 
 
-class AsyncLLM(EngineView, RefusesVllmMethods):
+class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
     """An engine with an asyncio interface.
 
     Several engines may live in one process; each belongs to one event loop. Starting blocks until

@@ -21,7 +21,7 @@ from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
-from sidestep.ipc.common.errors import EngineDeadError, ValidationError
+from sidestep.ipc.common.errors import EngineDeadError, SidestepError, ValidationError
 from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
@@ -57,6 +57,7 @@ class LLM(RefusesVllmMethods):
         Raises ValidationError, which names an unknown or wrong option, or EngineStartError.
         """
         self._llm = AsyncLLM.from_engine_args(EngineArgs(model=model, **options))
+        self._is_asleep = False
         self._loop = new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="LLM", daemon=True)
         self._thread.start()
@@ -120,6 +121,7 @@ class LLM(RefusesVllmMethods):
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, use_tqdm: Bar = False
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of one prompt or many."""
+        self._check_awake()
         several = as_list_of_prompts(prompts)
         with Progress(len(several), use_tqdm) as progress:
 
@@ -150,6 +152,39 @@ class LLM(RefusesVllmMethods):
     def reset_prefix_cache(self) -> bool:
         """Remove all cached prefixes; running requests continue."""
         return self._call(self._llm.reset_prefix_cache())
+
+    @takes_vllm_arguments
+    def start_profile(self, path: str | None = None) -> None:
+        """Begin to record what each worker does; see AsyncLLM.start_profile."""
+        self._call(self._llm.start_profile(path))
+
+    @takes_vllm_arguments
+    def stop_profile(self) -> list[str]:
+        """End the recording, and return the paths of its files; see AsyncLLM.stop_profile."""
+        return self._call(self._llm.stop_profile())
+
+    @takes_vllm_arguments
+    def sleep(self, level: int = 1, *, timeout_s: float = 60.0) -> None:
+        """Free the memory of the KV cache and of the weights; see AsyncLLM.sleep.
+
+        Until `wake_up`, calls with prompts raise SidestepError: they would wait for ever.
+        """
+        self._call(self._llm.sleep(level, timeout_s=timeout_s))
+        self._is_asleep = True
+
+    @takes_vllm_arguments
+    def wake_up(self) -> None:
+        """End a sleep; see AsyncLLM.wake_up."""
+        self._call(self._llm.wake_up())
+        self._is_asleep = False
+
+    def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps; see AsyncLLM.is_sleeping."""
+        return self._call(self._llm.is_sleeping())
+
+    def update_weights(self, path: str) -> None:
+        """Replace the weights by those of a folder; see AsyncLLM.update_weights."""
+        self._call(self._llm.update_weights(path))
 
     def get_stats(self) -> dict[str, float]:
         """Return the engine's statistics; see AsyncLLM.get_stats."""
@@ -226,6 +261,7 @@ class LLM(RefusesVllmMethods):
 
         `params` and `priority` hold for all prompts, or are lists with one for each.
         """
+        self._check_awake()
         each = (
             [params] * len(prompts)
             if params is None or isinstance(params, SamplingParams | Mapping)
@@ -248,6 +284,10 @@ class LLM(RefusesVllmMethods):
         ]
         with Progress(len(prompts), use_tqdm) as progress:
             return self._call(self._gather(prompts, final, priorities, progress))
+
+    def _check_awake(self) -> None:
+        if self._is_asleep:
+            raise SidestepError("the engine sleeps; call wake_up() first")
 
     async def _gather(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from sidestep.frontend.api.async_llm import AsyncLLM
 from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.api.progress import progress_bar
-from sidestep.frontend.bench.load_report import Report, percentile
+from sidestep.frontend.bench.load_report import Report, percentile, speculation
 from sidestep.frontend.cli.generate import start_engine
 from sidestep.frontend.options.flags import engine_args
 from sidestep.frontend.output.outputs import RequestOutput
@@ -86,6 +86,7 @@ async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
     async with llm:
         await run_batch(llm, random_prompts(llm, 2, parsed.input_len, seed=1), 8)
         prompts = random_prompts(llm, parsed.num_prompts, parsed.input_len, seed=2)
+        before = await llm.get_stats()
         outputs, seconds = await run_batch(llm, prompts, parsed.output_len)
         tokens_out = sum(o.metrics.num_generation_tokens for o in outputs)
         tokens_in = sum(len(o.prompt_token_ids) for o in outputs)
@@ -99,6 +100,7 @@ async def throughput(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
             "output_tokens_per_s": tokens_out / seconds,
             "total_tokens_per_s": (tokens_in + tokens_out) / seconds,
             **percentiles("ttft_ms", [(o.metrics.first_token_latency or 0) * 1e3 for o in outputs]),
+            **speculation(await llm.get_stats(), before),
         }
 
 
@@ -106,7 +108,7 @@ async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
     """Return the seconds of a batch, measured several times."""
     async with llm:
         await run_batch(llm, random_prompts(llm, parsed.batch_size, parsed.input_len, seed=1), 8)
-        seconds, ttft = [], []
+        before, seconds, ttft = await llm.get_stats(), [], []
         for iteration in range(parsed.num_iters):
             prompts = random_prompts(llm, parsed.batch_size, parsed.input_len, seed=2 + iteration)
             outputs, elapsed = await run_batch(llm, prompts, parsed.output_len)
@@ -121,6 +123,7 @@ async def latency(llm: AsyncLLM, parsed: argparse.Namespace) -> Report:
             **percentiles("batch_s", seconds),
             "ms_per_token": mean / parsed.output_len * 1e3,
             **percentiles("ttft_ms", ttft),
+            **speculation(await llm.get_stats(), before),
         }
 
 

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from sidestep.frontend.bench.http_stream import HttpServer
 from sidestep.frontend.bench.load import PlannedRequest
-from sidestep.frontend.bench.load_report import Sample
+from sidestep.frontend.bench.load_report import DRAFT_COUNTS, Sample
 from sidestep.frontend.bench.load_send import IDLE_CAUSES
 from sidestep.ipc.common.errors import RequestError
 
@@ -116,6 +116,11 @@ class HttpTarget:
                 "device_idle_s": sum(idle.values()),
                 **idle,
                 "cpu_s_frontend": found["frontend_cpu_seconds_total", None],
+                **{
+                    name: found[f"{name}_total", None]
+                    for name in DRAFT_COUNTS
+                    if (f"{name}_total", None) in found
+                },
             }
         except (RequestError, ValueError, KeyError):
             return {}

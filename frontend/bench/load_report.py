@@ -6,7 +6,7 @@ It also has the figures of host and device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Report = dict[str, float | str]
@@ -15,6 +15,14 @@ MOST_REASONS = 3
 """Number of the most frequent reasons of failures that a report shows."""
 GOALS = ("ttft", "tpot", "itl", "e2e")
 """Latencies that a goal may limit."""
+
+
+DRAFT_COUNTS = (
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+)
+"""Statistics of an engine with speculation: rows that verified drafts, drafts, accepted drafts."""
 
 
 @dataclass(slots=True)
@@ -108,6 +116,22 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
         good = sum(meets(s, goals) for s in samples)
         report |= {"goodput_share": good / len(samples), "goodput_requests_per_s": good / seconds}
     return report
+
+
+def speculation(after: Mapping[str, float], before: Mapping[str, float]) -> Report:
+    """Return the drafts of the time between two readings of an engine's statistics.
+
+    The acceptance length is the mean number of tokens of a row that verified drafts. The report is
+    empty if the engine has no speculation, or does not tell.
+    """
+    if any(name not in reading for name in DRAFT_COUNTS for reading in (after, before)):
+        return {}
+    rows, drafted, accepted = (after[name] - before[name] for name in DRAFT_COUNTS)
+    return {
+        **({"acceptance_length": 1 + accepted / rows} if rows else {}),
+        "draft_tokens": int(drafted),
+        "accepted_draft_tokens": int(accepted),
+    }
 
 
 def percentile(values: Sequence[float], q: int) -> float:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from sidestep.frontend.api.async_llm import AsyncLLM
 from sidestep.frontend.bench.load import PlannedRequest
-from sidestep.frontend.bench.load_report import Report, Sample
+from sidestep.frontend.bench.load_report import DRAFT_COUNTS, Report, Sample, speculation
 from sidestep.ipc.common.errors import QueueFullError, RequestError, ValidationError
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from sidestep.ipc.processes.process import cpu_seconds
@@ -30,7 +30,8 @@ class Target(Protocol):
     async def figures(self) -> dict[str, float]:
         """Return what host and device have spent so far, as far as it is known.
 
-        The names are device_busy_s, device_idle_s and its causes, and cpu_s_NAME for processes.
+        The names are device_busy_s, device_idle_s and its causes, DRAFT_COUNTS with speculation,
+        and cpu_s_NAME for processes.
         """
 
 
@@ -61,11 +62,14 @@ class EngineTarget:
         sample.num_input_tokens = len(output.prompt_token_ids)
 
     async def figures(self) -> dict[str, float]:
-        """Return the device's busy and idle seconds, and the CPU seconds of the processes."""
+        """Return the device's seconds, the counts of drafts, and the processes' CPU seconds."""
         stats = await self._llm.get_stats()
-        return {name: value for name, value in stats.items() if name.startswith("device_")} | {
-            f"cpu_s_{name}": seconds for name, seconds in cpu_times(self._llm).items()
+        wanted = {
+            name: value
+            for name, value in stats.items()
+            if name.startswith("device_") or name in DRAFT_COUNTS
         }
+        return wanted | {f"cpu_s_{name}": value for name, value in cpu_times(self._llm).items()}
 
 
 async def send_all(
@@ -108,15 +112,15 @@ def cpu_times(llm: AsyncLLM) -> dict[str, float]:
 
 
 def usage(after: dict[str, float], before: dict[str, float]) -> Report:
-    """Return the usage of device and host between two readings of a target's figures.
+    """Return drafts, and the usage of device and host, between two readings of a target's figures.
 
     Only figures that both readings have are compared.
     """
     spent = {name: after[name] - before[name] for name in after.keys() & before.keys()}
-    report: Report = {}
+    report = speculation(after, before)
     if "device_busy_s" in spent:
         working = max(1e-9, spent["device_busy_s"] + spent["device_idle_s"])
-        report = {
+        report |= {
             "device_busy_s": spent["device_busy_s"],
             "device_idle_share": spent["device_idle_s"] / working,
             **{

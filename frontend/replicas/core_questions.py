@@ -8,9 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.stall_watch import StallWatch
-from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError, ValidationError
+from sidestep.ipc.common.errors import (
+    EngineDeadError,
+    EngineStalledError,
+    ValidationError,
+    WorkerCallError,
+)
 from sidestep.ipc.processes.core_args import ClientAddress, Seat
 from sidestep.ipc.transport.messages import Answer
+from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 _SPARE_S = 0.3
 """Seconds that the other replicas have for an answer after the first good answer."""
@@ -95,6 +101,42 @@ class CoreQuestions(abc.ABC):
         if not found and died is not None:
             raise died
         return found
+
+    async def call_workers(
+        self, call: AnyCall, *, wait_s: float = 60.0
+    ) -> dict[int, list[CallResult]]:
+        """Call the workers of all live replicas, and return what each rank answers, by replica.
+
+        A replica that dies meanwhile is left out. wait_s: seconds for which a call that awaits the
+        end of all requests waits for it. Raises EngineDeadError if all have died; WorkerCallError,
+        which names the replicas, when all have answered.
+        """
+        self.attach()
+        asked = self._alive.copy()
+        answers = await asyncio.gather(
+            *(self._clients[replica].call_workers(call, wait_s) for replica in asked),
+            return_exceptions=True,
+        )
+        found: dict[int, list[CallResult]] = {}
+        problems: list[str] = []
+        for replica, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, list):
+                found[replica] = answer
+            elif isinstance(answer, WorkerCallError):
+                problems.append(self.named(replica, str(answer)))
+            elif not isinstance(answer, EngineDeadError):
+                raise answer
+        if problems:
+            raise WorkerCallError("; ".join(problems))
+        if not found:
+            self.attach()  # raises with the cause of their death
+            raise EngineDeadError("all replicas have died")
+        return found
+
+    def tell_workers(self, call: AnyCall) -> None:
+        """Call the workers of all live replicas, without waiting for their answers."""
+        for replica in self._alive:
+            self._clients[replica].tell_workers(call)
 
     async def ask_responsive(
         self,

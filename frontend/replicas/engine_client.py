@@ -13,7 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from sidestep.ipc.common.errors import EngineDeadError, EngineStartError, SidestepError
+from sidestep.ipc.common.errors import (
+    EngineDeadError,
+    EngineStartError,
+    SidestepError,
+    WorkerCallError,
+)
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.processes.forking import KeptLoop
@@ -21,6 +26,8 @@ from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.messages import (
     Answer,
     Call,
+    CallWorkers,
+    CancelCall,
     Connect,
     Dead,
     Outputs,
@@ -28,6 +35,7 @@ from sidestep.ipc.transport.messages import (
     ToCore,
     ToFrontend,
 )
+from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 _OWNER = 0
 """Number of the frontend that starts the core; other frontends join."""
@@ -208,6 +216,29 @@ class EngineClient:
             timeout_s,
         )
 
+    async def call_workers(self, call: AnyCall, wait_s: float) -> list[CallResult]:
+        """Return what each rank answers; an empty list if the workers had nothing to do.
+
+        wait_s: seconds for which a call that awaits the end of all requests waits for it. A caller
+        that is cancelled takes back a call that has not been sent to the workers. Raises
+        WorkerCallError, EngineDeadError.
+        """
+        self.attach()
+        call_id = next(self._call_ids)
+        message = CallWorkers(client=self.client, call_id=call_id, call=call, wait_s=wait_s)
+        try:
+            answer = await self._expect(message)
+        except asyncio.CancelledError:
+            self.send(CancelCall(client=self.client, call_id=call_id))
+            raise
+        if answer.error is not None:
+            raise WorkerCallError(answer.error)
+        return answer.results
+
+    def tell_workers(self, call: AnyCall) -> None:
+        """Send a call to the workers, without waiting for an answer."""
+        self.send(CallWorkers(client=self.client, call_id=next(self._call_ids), call=call))
+
     async def connect(self, address: ClientAddress) -> int:
         """Let the core serve another frontend, which will listen at `address`.
 
@@ -233,11 +264,14 @@ class EngineClient:
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
     def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:
-        call_id = next(self._call_ids)
+        return self._expect(make(next(self._call_ids)))
+
+    def _expect(self, message: Call | Connect | CallWorkers) -> asyncio.Future[Answer]:
+        """Send a message, and return the future of its answer."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = future
-        future.add_done_callback(lambda _: self._calls.pop(call_id, None))
-        self.send(make(call_id))
+        self._calls[message.call_id] = future
+        future.add_done_callback(lambda _: self._calls.pop(message.call_id, None))
+        self.send(message)
         return future
 
     async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:

@@ -17,6 +17,7 @@ from sidestep.frontend.server.openai.chat import ChatRoute
 from sidestep.frontend.server.openai.completions import CompletionRoute
 from sidestep.frontend.server.openai.tokens import DetokenizeRoute, TokenizeRoute
 from sidestep.frontend.server.openapi import OpenApiRoute
+from sidestep.frontend.server.operation.control import ControlRoutes
 from sidestep.frontend.server.operation.flight import FlightRoute
 from sidestep.frontend.server.operation.status import StatusRoutes
 from sidestep.frontend.server.responses.route import ResponsesRoute
@@ -41,6 +42,7 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
     keys: each request must bring one of them, if there are any. version: the server's version.
     """
     status = StatusRoutes(service, version)
+    control = ControlRoutes(service)
     gets: dict[str, Get] = {
         "/health": status.health,
         "/ready": status.ready,
@@ -50,6 +52,7 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         "/v1/models/{model:path}": status.model,
         "/v1/load": status.load,
         "/v1/flight": FlightRoute(service),
+        "/is_sleeping": control.is_sleeping,
         "/openapi.json": OpenApiRoute(version),
         **page_routes(),
     }
@@ -60,7 +63,16 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         "/tokenize": TokenizeRoute(service),
         "/detokenize": DetokenizeRoute(service),
     }
+    commands: dict[str, Get] = {
+        "/start_profile": control.start_profile,
+        "/stop_profile": control.stop_profile,
+        "/sleep": control.sleep,
+        "/wake_up": control.wake_up,
+    }
     routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
+    routes += [
+        Route(path, _get(path, handler), methods=["POST"]) for path, handler in commands.items()
+    ]
     routes += [
         Route(path, _post(path, service, handler), methods=["POST"])
         for path, handler in posts.items()

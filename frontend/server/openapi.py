@@ -16,6 +16,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.openai.chat_protocol import ChatRequest
 from sidestep.frontend.server.openai.completions import CompletionRequest
 from sidestep.frontend.server.openai.tokens import DetokenizeRequest, TokenizeRequest
+from sidestep.frontend.server.operation.control import Profile, Sleeping
 from sidestep.frontend.server.operation.flight import Flight
 from sidestep.frontend.server.responses.protocol import (
     RESPONSES_NOT_YET,
@@ -53,10 +54,13 @@ class Operation:
     more_statuses: tuple[str, ...] = ()
     open: bool = False
     """Whether the route needs no key."""
+    is_command: bool = False
+    """Whether the route takes a POST without a body, and an operator's key."""
     query: Mapping[str, Any] = field(default_factory=dict)
     """Name -> schema of each parameter in the URL."""
 
 
+_OF_COMMANDS = ("400", "409")
 OPERATIONS = (
     Operation(
         "/v1/chat/completions",
@@ -89,6 +93,30 @@ OPERATIONS = (
             "replica": {"type": "integer", "minimum": 0},
         },
     ),
+    Operation(
+        "/start_profile",
+        "Begin to record what the workers do.",
+        dict,
+        is_command=True,
+        more_statuses=_OF_COMMANDS,
+    ),
+    Operation(
+        "/stop_profile",
+        "End the recording, and write it to files.",
+        Profile,
+        is_command=True,
+        more_statuses=_OF_COMMANDS,
+    ),
+    Operation(
+        "/sleep",
+        "Free the memory of the KV cache and of the weights.",
+        dict,
+        is_command=True,
+        more_statuses=_OF_COMMANDS,
+        query={"level": {"type": "integer", "minimum": 1, "maximum": 2}},
+    ),
+    Operation("/wake_up", "End a sleep.", dict, is_command=True, more_statuses=_OF_COMMANDS),
+    Operation("/is_sleeping", "Whether the engine sleeps.", Sleeping, more_statuses=("400",)),
     Operation("/health", "Whether the engine makes progress.", Status, open=True),
     Operation("/ready", "Whether new requests are taken.", Status, open=True),
     Operation("/version", "The server's version.", Version),
@@ -98,9 +126,10 @@ OPERATIONS = (
 _STATUSES = {
     "400": "A field or parameter is wrong; it is named.",
     "401": "No key, or a wrong one.",
-    "403": "A page of another origin.",
+    "403": "A page of another origin, or a route that needs an operator's key.",
     "404": "No such model.",
     "408": "The body has not come in time.",
+    "409": "The workers have refused it, or have not answered in time.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "429": "Too much waits already.",
@@ -127,7 +156,7 @@ def make_document(version: str) -> dict[str, Any]:
     _add_neutral_values(schemas)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        method = "get" if operation.request is None else "post"
+        method = "post" if operation.request is not None or operation.is_command else "get"
         paths[operation.path] = {method: _operation(operation, by_type)}
     return {
         "openapi": "3.1.0",
@@ -173,7 +202,11 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
             **{s: {"description": _STATUSES[s], "content": error} for s in sorted(statuses)},
         },
         # The empty object allows requests without a key, for servers that have no keys.
-        "security": [] if operation.open else [{}, {"key": []}],
+        "security": []
+        if operation.open
+        else [{"key": []}]
+        if operation.is_command
+        else [{}, {"key": []}],
     }
     if operation.query:
         made["parameters"] = [

@@ -92,5 +92,12 @@ class RequestError(SidestepError, RuntimeError):
     """One request failed inside the engine; the others go on."""
 
 
+class WorkerCallError(SidestepError, RuntimeError):
+    """The workers have refused a call such as `sleep`, or have not answered it in time.
+
+    The engine goes on.
+    """
+
+
 class RemoteError(SidestepError, RuntimeError):
     """A server elsewhere has refused a request, or failed, or cannot be reached."""

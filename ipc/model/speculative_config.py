@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from sidestep.ipc.common.options import Options, option, require
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.options import Options, did_you_mean, option, require
 from sidestep.ipc.common.registry import PROPOSERS
+from sidestep.ipc.vllm.speculation import translate_speculation
 
 MOST_DRAFTS = 7
 """Most drafts of a row in a step: kernels take at most 8 tokens of a row that decodes."""
@@ -72,15 +74,23 @@ class SpeculativeConfig(Options):
     def of(cls, values: Mapping[str, Any] | None) -> Self | None:
         """Return the configuration that a user's dict gives; None without a dict.
 
-        Raises ValidationError for an unknown name or a wrong value.
+        Names and values may be vLLM's. Raises ValidationError for an unknown name or a wrong value;
+        it names speculative_config, and after that the field.
         """
         if values is None:
             return None
-        names = [f.name for f in fields(cls)]
-        for name in values:
-            require(
-                name in names,
-                "speculative_config",
-                f"has no field {name!r}; its fields are {', '.join(names)}",
-            )
-        return cls(**values)
+        try:
+            given = translate_speculation(values)
+            names = [f.name for f in fields(cls)]
+            for name in given:
+                require(
+                    name in names,
+                    str(name),
+                    f"is not a field; the fields are {', '.join(names)}"
+                    f"{did_you_mean(str(name), names)}",
+                )
+            return cls(**given)
+        except ValidationError as error:
+            if error.field == "speculative_config":
+                raise
+            raise ValidationError("speculative_config", str(error)) from None

@@ -16,6 +16,7 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.step import Int32
+from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 
 class FinishReason(enum.IntEnum):
@@ -80,7 +81,8 @@ class Call(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     client: int
     call_id: int
     method: str
-    """One of 'reset_prefix_cache', 'ping', 'stats', 'step_records', 'request_records'."""
+    """One of 'reset_prefix_cache', 'ping', 'stats', 'sleep_level', 'step_records',
+    'request_records'."""
     since: int = 0
     """The first step that is wanted, for step_records."""
     limit: int | None = None
@@ -99,7 +101,24 @@ class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     from_core: str
 
 
-ToCore = AddRequest | AbortRequests | Call | Connect
+class CallWorkers(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """A call to all workers; answered by `Answer` when all of them have answered."""
+
+    client: int
+    call_id: int
+    call: AnyCall
+    wait_s: float = 60.0
+    """Seconds for which a call that awaits the end of all requests waits for it."""
+
+
+class CancelCall(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The caller of `CallWorkers` has left: the call is dropped if it has not been sent."""
+
+    client: int
+    call_id: int
+
+
+ToCore = AddRequest | AbortRequests | Call | Connect | CallWorkers | CancelCall
 
 
 # Core to frontend.
@@ -197,10 +216,12 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """The result of a `Call`."""
+    """The result of a `Call` or of `CallWorkers`."""
 
     call_id: int
     result: dict[str, float] | None = None
+    results: list[CallResult] = []
+    """One a rank, in their order, for `CallWorkers`; empty if the workers had nothing to do."""
     records: bytes = b""
     """Records for 'step_records' and 'request_records'; see ipc/transport/records.py."""
     error: str | None = None

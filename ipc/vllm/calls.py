@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign
 
-_NO_SLEEP = (
-    "an engine cannot give its memory back and keep running; shut it down and start it again"
-)
 _NO_RPC = (
     "workers take no calls from users; what changes logits is named by the option logits_processors"
 )
-_NO_UPDATE = (
-    "weights cannot be changed while the engine runs; shut it down and start it with the new model"
-)
+_ONE_UPDATE = "update_weights(folder) reads new weights from a folder, in one call"
+_NO_CHECKPOINT = "sleep() gives the memory back, and wake_up() takes it again"
 _NO_PAUSE = "an engine is not paused; stop sending requests, and `abort` those that run"
-_PROFILES = (
-    "steps are always recorded: get_step_records() tells of each, `sidestep trace` writes them for "
-    "Perfetto"
-)
 _GIVEN = (
     "options are those given to EngineArgs; max_model_len, block_size and device tell what they "
     "came to"
@@ -68,6 +60,15 @@ ARGUMENTS: dict[str, Foreign] = {
     "stat_loggers": Foreign("get_stats gives the figures, `sidestep serve` has /metrics", ([],)),
     "reset_running_requests": Foreign("requests that run keep their blocks", (False,)),
     "reset_connector": Foreign("there is no cache outside the engine", (False,)),
+    "profile_prefix": Foreign("files are named by rank and time; path is their folder"),
+    "delay_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
+    "max_iterations": Foreign("a profile begins with the next step and ends at stop_profile()"),
+    "profiler_kwargs": Foreign("profiles record operators and kernels, and nothing more", ({},)),
+    "mode": Foreign(
+        "sleep() waits until all requests have ended; abort them before it to begin at once",
+        ("wait",),
+    ),
+    "tags": Foreign("wake_up() restores the weights and the cache together"),
     "internal": Foreign("requests have the ids that callers give them", (False,)),
     "truncation": Foreign("texts are never cut; slice the token ids", (False,)),
     "max_length": Foreign("texts are never cut; slice the token ids"),
@@ -83,10 +84,7 @@ METHODS: dict[str, str] = {
     "classify": NO_POOLING,
     "reward": NO_POOLING,
     "score": NO_POOLING,
-    "sleep": _NO_SLEEP,
-    "wake_up": _NO_SLEEP,
-    "is_sleeping": _NO_SLEEP,
-    "release_kv_cache_memory": _NO_SLEEP,
+    "release_kv_cache_memory": "sleep() frees the cache together with the weights",
     "pause_generation": _NO_PAUSE,
     "resume_generation": _NO_PAUSE,
     "is_paused": _NO_PAUSE,
@@ -96,14 +94,11 @@ METHODS: dict[str, str] = {
     "remove_lora": NO_LORA,
     "list_loras": NO_LORA,
     "pin_lora": NO_LORA,
-    "start_profile": _PROFILES,
-    "stop_profile": _PROFILES,
-    "init_weight_transfer_engine": _NO_UPDATE,
-    "start_weight_update": _NO_UPDATE,
-    "update_weights": _NO_UPDATE,
-    "finish_weight_update": _NO_UPDATE,
-    "checkpoint_prepare": _NO_UPDATE,
-    "checkpoint_restore": _NO_UPDATE,
+    "init_weight_transfer_engine": _ONE_UPDATE,
+    "start_weight_update": _ONE_UPDATE,
+    "finish_weight_update": _ONE_UPDATE,
+    "checkpoint_prepare": _NO_CHECKPOINT,
+    "checkpoint_restore": _NO_CHECKPOINT,
     "scale_elastic_ep": _ONE_SIZE,
     "reset_mm_cache": NO_IMAGES,
     "reset_encoder_cache": NO_IMAGES,

@@ -13,8 +13,9 @@ from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign, t
 
 T = TypeVar("T")
 
-_NO_SPECULATION = (
-    "speculative decoding does not exist yet; leave it out, outputs are the same without it"
+_SPECULATION = (
+    "is a key of speculative_config, such as speculative_config={'method': 'ngram', "
+    "'num_speculative_tokens': 4}"
 )
 _NO_EXPERTS = "only dense models are served yet, and they have no experts; leave it out"
 _ONE_HOST = "all processes of an engine run on one host; leave it out"
@@ -137,12 +138,12 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "kv_offloading_backend": Foreign(_NO_TRANSFER),
     "offload_backend": Foreign("all weights are kept on the device; leave it out", ("auto",)),
     "weight_transfer_config": Foreign(
-        "weights cannot be changed while the engine runs; leave it out"
+        "update_weights(folder) reads new weights from a folder without options; leave it out"
     ),
     "ec_transfer_config": Foreign(_NO_TRANSFER),
     "enable_sleep_mode": Foreign(
-        "an engine cannot give its memory back and keep running; shut it down and start it again",
-        (False,),
+        "sleep() and wake_up() need no option; leave it out",
+        (False, True),
         form="switch",
     ),
     # Steps.
@@ -169,9 +170,20 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "preempted requests are computed again; leave it out", ("recompute",)
     ),
     "use_v2_block_manager": Foreign(_BLOCKS, (True,), form="switch"),
-    "num_lookahead_slots": Foreign(_NO_SPECULATION, (0,)),
-    "speculative_model": Foreign(_NO_SPECULATION),
-    "num_speculative_tokens": Foreign(_NO_SPECULATION),
+    "num_lookahead_slots": Foreign(
+        "room for drafts is reserved as speculative_config asks; leave it out", (0,)
+    ),
+    "speculative_model": Foreign(
+        "drafts are looked up and no second model is loaded yet; give speculative_config="
+        "{'method': 'ngram'} instead"
+    ),
+    "num_speculative_tokens": Foreign(_SPECULATION),
+    "ngram_prompt_lookup_max": Foreign(
+        "is prompt_lookup_max in speculative_config, with {'method': 'ngram'}"
+    ),
+    "ngram_prompt_lookup_min": Foreign(
+        "is prompt_lookup_min in speculative_config, with {'method': 'ngram'}"
+    ),
     "compilation_config": Foreign(_COMPILER, ({},)),
     "optimization_level": Foreign(_COMPILER),
     "max_seq_len_to_capture": Foreign("graphs here hold for sequences of any length; leave it out"),
@@ -299,7 +311,8 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "the cache's figures are always kept; leave it out", (False, True), form="switch"
     ),
     "profiler_config": Foreign(
-        "`sidestep trace` and get_step_records tell of each step; leave it out"
+        "profiler_dir names the folder that start_profile writes to; it takes the place of "
+        "torch_profiler_dir"
     ),
     "additional_config": Foreign(
         "there is no platform with options of its own; leave it out", ({},)

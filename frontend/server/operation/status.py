@@ -42,7 +42,16 @@ class StatusRoutes:
                 code="draining",
                 headers=RETRY_AFTER,
             )
-        return _json(await self._health("ready"))
+        health = await self._health("ready")
+        if await self._service.llm.is_sleeping():
+            raise ApiError(
+                503,
+                "the engine sleeps",
+                kind="server_error",
+                code="sleeping",
+                headers=RETRY_AFTER,
+            )
+        return _json(health)
 
     async def _health(self, good: str) -> Status:
         await self._service.llm.check_health()  # its errors become answers with status 503

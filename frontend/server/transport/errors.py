@@ -14,6 +14,7 @@ from sidestep.ipc.common.errors import (
     PromptTooLongError,
     QueueFullError,
     ValidationError,
+    WorkerCallError,
 )
 
 logger = logging.getLogger(__name__)
@@ -102,5 +103,7 @@ def as_api_error(error: Exception) -> ApiError:
         )
     if isinstance(error, EngineDeadError | EngineStalledError):
         return ApiError(503, str(error), kind="server_error", code="engine_dead")
+    if isinstance(error, WorkerCallError):
+        return ApiError(409, str(error), kind="conflict_error", code="refused_by_workers")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, str(error) or type(error).__name__, kind="server_error")

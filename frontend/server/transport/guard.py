@@ -28,6 +28,8 @@ TENANT = "sidestep.tenant"
 key's SHA-256."""
 OPERATOR = "sidestep.operator"
 """Key of a request's scope: whether the request may see the figures and requests of all users."""
+HAS_OPERATOR_KEY = "sidestep.has_operator_key"
+"""Key of a request's scope: whether the request has brought an operator's key."""
 CACHE_SALT = "sidestep.cache_salt"
 """Key of a request's scope: the digest of its API key, when there are several keys."""
 _NAME_DIGITS = 8
@@ -96,7 +98,7 @@ class Guard:
             return False
 
     async def _with_key(self, headers: Headers, scope: Scope, receive: Receive, send: Send) -> None:
-        scope[OPERATOR] = not self._keys
+        scope[OPERATOR], scope[HAS_OPERATOR_KEY] = not self._keys, False
         if self._keys and scope["path"] not in OPEN_PATHS:
             kind, _, key = headers.get("authorization", "").partition(" ")
             given = _digest(key.strip())
@@ -111,7 +113,7 @@ class Guard:
                     headers={"www-authenticate": "Bearer"},
                 )
                 return await error.response()(scope, receive, send)
-            scope[OPERATOR] = given in self._operators
+            scope[OPERATOR] = scope[HAS_OPERATOR_KEY] = given in self._operators
             scope[TENANT] = given.hex()[:_NAME_DIGITS]
             if len(self._keys) > 1:
                 scope[CACHE_SALT] = given.hex()

@@ -4,7 +4,7 @@
 import { ApiError, getFlight } from "/page/api.js";
 import { drawBars, milliseconds, roundUp } from "/page/charts.js";
 import { queueRows } from "/page/queue.js";
-import { describe, drawTimeline, median } from "/page/timeline.js";
+import { describe, drafts, drawTimeline, median, mostDrafts } from "/page/timeline.js";
 
 const POLL_MS = 500, RETRY_MS = 2000, ANSWER_MS = 8000;
 const MOST_STEPS = 2048, BINS = 120, BIN_US = 250_000, RATE_US = 5_000_000;
@@ -137,6 +137,7 @@ export function makeEngineView(onKeyNeeded) {
     drawReplicas();
     drawTiles();
     drawTimeline(byId("timeline"), steps, Number(byId("zoom").value));
+    for (const each of document.querySelectorAll(".of-drafts")) each.hidden = !mostDrafts(steps);
     byId("timeline-note").textContent = describe(steps);
     drawHistory();
     drawLatency("ttft", newest.ttft_s, "request");
@@ -173,7 +174,8 @@ export function makeEngineView(onKeyNeeded) {
     const isFull = last.length && last[0] !== steps[0];
     const begin = isFull ? since : Math.max(since, steps[0]?.start_us ?? since);
     const seconds = (newest.now_us - begin) / 1e6;
-    const tokens = last.reduce((sum, step) => sum + step.num_sampled, 0);
+    const given = (step) => step.num_sampled + step.num_accepted_tokens;
+    const tokens = last.reduce((sum, step) => sum + given(step), 0);
     const busyUs = (step) => step.end_us - Math.max(begin, step.start_us);
     const busy = last.reduce((sum, step) => sum + busyUs(step), 0) / 1e6;
     byId("tile-running").textContent = newest.num_running;
@@ -268,6 +270,7 @@ function makeRow(...cells) {
 function stepRow(step) {
   const length = (start, end) => milliseconds((end - start) / 1000), idle = step.idle_us;
   return makeRow(step.step, step.kind, step.num_rows, step.num_tokens,
+    step.num_draft_tokens ? drafts(step) : "–",
     length(step.schedule_us, step.submit_us), length(step.received_us, step.launched_us),
     length(step.start_us, step.end_us),
     milliseconds((idle.result + idle.schedule + idle.prepare) / 1000));

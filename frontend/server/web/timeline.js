@@ -1,23 +1,28 @@
-// The last steps on three lanes: the work of the core, the worker and the device over time.
+// The last steps on three lanes: the work of the core, the worker and the device over time. Steps
+// with drafts have a fourth lane, with a bar of the drafts that were accepted and rejected.
 
 import { element, fit, milliseconds, roundUp, text } from "/page/charts.js";
 
 const LEFT = 58, TOP = 6, LANE = 30, GAP = 10, BOTTOM = 20;
-const LANES = ["core", "worker", "device"];
-const HEIGHT = TOP + LANES.length * (LANE + GAP) + BOTTOM;
+const LANES = ["core", "worker", "device", "drafts"];
 const laneTop = (lane) => TOP + LANES.indexOf(lane) * (LANE + GAP);
 
 /** Draw the end of `steps` at a scale that shows about `count` of them. */
 export function drawTimeline(svg, steps, count) {
-  const width = fit(svg, HEIGHT);
-  if (!steps.length) return svg.replaceChildren(...lanes(width));
+  const most = mostDrafts(steps); // the height of a bar of drafts
+  const shown = most ? LANES : LANES.slice(0, 3);
+  const bottom = laneTop(shown.at(-1)) + LANE;
+  const width = fit(svg, bottom + GAP + BOTTOM);
+  if (!steps.length) return svg.replaceChildren(...lanes(width, shown));
   const end = steps.at(-1).told_us;
   const span = roundUp(count * median(steps.slice(-64).map((s) => s.end_us - s.start_us)) || 1);
   const begin = end - span;
   const x = (time) => LEFT + (time - begin) / span * (width - LEFT - 4);
-  const drawn = [...lanes(width), ...axis(width, span, x, begin)];
+  const drawn = [...lanes(width, shown), ...axis(width, span, x, begin, bottom)];
   for (const step of steps) {
-    if (step.told_us >= begin) drawn.push(...marks(step, x));
+    if (step.told_us < begin) continue;
+    drawn.push(...marks(step, x));
+    if (step.num_draft_tokens) drawn.push(...draftBars(step, x, most));
   }
   svg.replaceChildren(...drawn);
 }
@@ -26,7 +31,8 @@ export function drawTimeline(svg, steps, count) {
 export function describe(steps) {
   if (!steps.length) return "No step yet.";
   const step = steps.at(-1), before = steps.at(-2);
-  const size = `${count(step.num_rows, "request")}, ${count(step.num_tokens, "token")}`;
+  const size = [count(step.num_rows, "request"), count(step.num_tokens, "token"),
+    ...(step.num_draft_tokens ? [drafts(step)] : [])].join(", ");
   const what = `Step ${step.step} (${step.kind}, ${size})`;
   const ran = `ran ${milliseconds((step.end_us - step.start_us) / 1000)} on the device`;
   if (before?.step !== step.step - 1) return `${what} ${ran}.`;
@@ -44,20 +50,30 @@ export function median(values) {
   return values.length ? values.toSorted((a, b) => a - b)[values.length >> 1] : 0;
 }
 
+/** Return the largest number of drafts of a step; 0 if no step had any. */
+export function mostDrafts(steps) {
+  return steps.reduce((most, step) => Math.max(most, step.num_draft_tokens), 0);
+}
+
+/** Describe the drafts of a step in words. */
+export function drafts(step) {
+  return `${step.num_accepted_tokens} of ${count(step.num_draft_tokens, "draft")} accepted`;
+}
+
 function count(number, word) {
   return `${number} ${word}${number === 1 ? "" : "s"}`;
 }
 
-function lanes(width) {
+function lanes(width, shown) {
   const size = { width: width - LEFT - 4, height: LANE };
-  return LANES.flatMap((lane) => [
+  return shown.flatMap((lane) => [
     element("rect", { class: "lane", x: LEFT, y: laneTop(lane), ...size }),
     text(LEFT - 8, laneTop(lane) + LANE / 2 + 4, lane, { "text-anchor": "end" })]);
 }
 
-function axis(width, span, x, begin) {
+function axis(width, span, x, begin, bottom) {
   const parts = width < 480 ? 2 : 5; // on a narrow screen five labels would overlap
-  const tick = span / parts, bottom = laneTop("device") + LANE, drawn = [];
+  const tick = span / parts, drawn = [];
   for (let i = 0; i <= parts; i += 1) {
     const at = x(begin + i * tick), label = i ? milliseconds(i * tick / 1000) : "0";
     drawn.push(element("line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom + 4 }),
@@ -85,6 +101,20 @@ function marks(step, x) {
       { class: "on-bar", "text-anchor": "middle" }));
   }
   return drawn;
+}
+
+/** Return a bar for a step's drafts: the accepted ones below, the rejected ones above. */
+function draftBars(step, x, most) {
+  const from = Math.max(LEFT, x(step.start_us)), width = x(step.end_us) - from - 0.5;
+  if (width <= 0) return [];
+  const floor = laneTop("drafts") + LANE, unit = LANE / most;
+  const part = (kind, number, above) => element("rect", {
+    class: kind, "data-step": step.step, "data-drafts": number, x: from, width: Math.max(1, width),
+    y: floor - (above + number) * unit, height: number * unit,
+  }, element("title", {}, `step ${step.step}: ${drafts(step)}`));
+  const rejected = step.num_draft_tokens - step.num_accepted_tokens;
+  return [part("accepted", step.num_accepted_tokens, 0),
+    part("rejected", rejected, step.num_accepted_tokens)];
 }
 
 function bar(lane, kind, start, end, step, x, offset, share) {

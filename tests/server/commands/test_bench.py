@@ -87,6 +87,46 @@ def test_an_engine_in_this_process_has_the_same_figures(
     assert here_only == {"device", "cpu_s_core", "cpu_s_worker_0"}
 
 
+DRAFTS = ["-sc", '{"method": "synthetic", "synthetic_acceptance_rate": 1, "adaptive": false}']
+
+
+def test_the_acceptance_length_is_told_by_a_server_and_by_an_engine_here(
+    make_server: Make, fake_model: str, bench: Callable[..., dict[str, Any]]
+) -> None:
+    """All drafts are right, so each step behind a prompt's gives 5 tokens.
+
+    Requests run one at a time, since a step with a prompt has no drafts.
+    """
+    load = ["--num-prompts", "3", "--max-concurrency", "1", "--input-len", "5"]
+    load += ["--output-len", "11"]
+    server = make_server(*DRAFTS)
+    there = bench("--url", server.url, "--vocab-size", "250", *load)
+    here = bench(fake_model, "--device", "fake", *DRAFTS, *load)
+    for report in (there, here):
+        assert report["acceptance_length"] == 5
+        assert report["draft_tokens"] == report["accepted_draft_tokens"] == 3 * 8
+
+
+def test_without_speculation_a_report_tells_nothing_of_drafts(
+    fake: LiveServer, bench: Callable[..., dict[str, Any]]
+) -> None:
+    report = bench("--url", fake.url, "--vocab-size", "250", *LOAD)
+    assert not any("draft" in name or "acceptance" in name for name in report)
+
+
+@pytest.mark.parametrize("kind", ["throughput", "latency"])
+def test_throughput_and_latency_tell_the_acceptance_length(
+    fake_model: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--input-len", "5", "--output-len", "11"]
+    count = ["--num-prompts", "1"] if kind == "throughput" else ["--batch-size", "1"]
+    words = [fake_model, "--device", "fake", *DRAFTS, *sizes, *count, "--json"]
+    assert main(["bench", kind, *words]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["acceptance_length"] == 5
+    assert report["draft_tokens"] == report["accepted_draft_tokens"] > 0
+
+
 def test_texts_and_token_ids_of_a_file_are_sent(
     fake: LiveServer, tmp_path: Path, bench: Callable[..., dict[str, Any]]
 ) -> None:

@@ -10,11 +10,12 @@ from collections import deque
 import pytest
 
 from sidestep.engine_core.core import EngineCore
-from sidestep.executor.base import Executor, WorkerReady
+from sidestep.executor.base import Answered, Executor, WorkerReady
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, unpack_ids
 from sidestep.ipc.transport.records import unpack_requests, unpack_steps
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
 
 
@@ -27,6 +28,8 @@ class HandExecutor(Executor):
         self.submitted: list[StepInput] = []
         self.done: deque[StepOutput] = deque()
         self._running: deque[StepOutput] = deque()
+        self.called: list[AnyCall] = []
+        self.answered: list[Answered] = []
 
     def launch(self) -> None:
         pass
@@ -46,6 +49,24 @@ class HandExecutor(Executor):
 
     def poll(self) -> StepOutput | None:
         return self.done.popleft() if self.done else None
+
+    def call(self, call: AnyCall) -> int:
+        self.called.append(call)
+        return len(self.called) - 1
+
+    def answer(self, number: int, *results: CallResult, error: str | None = None) -> None:
+        """Let all ranks answer a call. error: the refusal of one rank that has no result."""
+        refused = error is not None
+        self.answered.append(
+            Answered(number, [*results, *[CallResult()] * refused], error, int(refused))
+        )
+
+    def take_answered(self) -> list[Answered]:
+        answered, self.answered = self.answered, []
+        return answered
+
+    def missing_ranks(self, number: int) -> str:
+        return "worker 1"
 
     def fileno(self) -> int:
         return -1

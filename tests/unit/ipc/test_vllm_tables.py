@@ -23,6 +23,7 @@ from sidestep.ipc.vllm.foreign import Foreign, translate
 from sidestep.ipc.vllm.imports import MODULES, NAMES
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVED_ONLY, SERVER_OPTIONS, VALUES
 from sidestep.ipc.vllm.params import SAMPLING_FIELDS, STRUCTURE_FIELDS
+from sidestep.ipc.vllm.speculation import NO_METHODS, SPECULATIVE_KEYS
 
 ALL = {
     **ENGINE_OPTIONS,
@@ -32,6 +33,7 @@ ALL = {
     **STRUCTURE_FIELDS,
     **PROMPT_KEYS,
     **ARGUMENTS,
+    **SPECULATIVE_KEYS,
 }
 PROPER = ("AsyncLLM", "FlexibleArgumentParser", "KV", "LLM", "LoRA", "TextPrompt", "VLLM_")
 REFUSED = object()
@@ -55,6 +57,7 @@ def test_each_sentence_is_short_and_goes_on_after_a_name() -> None:
     for text in (
         *(f.instead for f in ALL.values()),
         *METHODS.values(),
+        *NO_METHODS.values(),
         *MODULES.values(),
         *NAMES.values(),
     ):

@@ -1,4 +1,4 @@
-# Expected: UnsupportedError: LLM.sleep: an engine cannot give its memory back
+# Expected: UnsupportedError: LLM.start_weight_update: update_weights(folder) reads new weights
 import sys
 
 from vllm import LLM, SamplingParams
@@ -12,9 +12,7 @@ for name, arguments in [
     ("score", ["a", "b"]),
     ("collective_rpc", ["reload"]),
     ("apply_model", [print]),
-    ("start_profile", []),
-    ("stop_profile", []),
-    ("wake_up", []),
+    ("pause_generation", []),
     ("get_metrics", []),
 ]:
     assert not hasattr(llm, name)
@@ -27,3 +25,6 @@ for name, arguments in [
         raise AssertionError(name)
 llm.generate("warm up", SamplingParams(max_tokens=1))
 llm.sleep(level=1)
+assert llm.is_sleeping()
+llm.wake_up()
+llm.start_weight_update()

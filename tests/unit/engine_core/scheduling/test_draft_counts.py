@@ -1,4 +1,4 @@
-"""What an engine with drafts tells of them: of each request, of each step and in all."""
+"""The counts of drafts that an engine tells: of each request, of each step and in all."""
 
 from __future__ import annotations
 

@@ -180,6 +180,9 @@ class Engine:
     def get_tokenizer(self) -> Any:
         return argparse.Namespace(vocab_size=100)
 
+    async def get_stats(self) -> dict[str, float]:
+        return {}
+
     async def __aenter__(self) -> Engine:
         return self
 
