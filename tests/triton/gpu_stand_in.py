@@ -148,14 +148,28 @@ def standing_in() -> Iterator[None]:
             gpu.gpu_of.cache_clear()
 
 
-def worker_args(path: str, **parallel: Any) -> WorkerArgs:
+def speculative(drafts: int) -> dict[str, Any]:
+    """Return a configuration that always verifies this many drafts, if a slot has them."""
+    return {
+        "num_speculative_tokens": drafts,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 3,
+        "adaptive": False,
+    }
+
+
+def worker_args(path: str, drafts: int = 0, **parallel: Any) -> WorkerArgs:
     return WorkerArgs(
         rank=0,
         spec=load_model_spec(path),
         model=ModelConfig(model=path, dtype="float32"),
         cache=CacheConfig(block_size=16, num_kv_blocks=30),
         parallel=ParallelConfig(device="cpu", attention_backend="triton", **parallel),
-        scheduler=SchedulerConfig(max_num_seqs=5, max_num_batched_tokens=12),
+        scheduler=SchedulerConfig(
+            max_num_seqs=5,
+            max_num_batched_tokens=24 if drafts else 12,
+            speculative_config=speculative(drafts) if drafts else None,
+        ),
         max_model_len=48,
     )
 

@@ -5,10 +5,12 @@ Its kernels run in Triton's interpreter, and all other code is its own (see gpu_
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +29,8 @@ from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepMasks, St
 from sidestep.kernels.triton.prepare_step_triton import DRAFTS, NUM_COMPUTED, NUM_DRAFTS
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
-from tests.triton.gpu_stand_in import InterpretedRunner, standing_in, worker_args
-from tests.triton.support import INTERPRETED, int32
+from tests.triton.gpu_stand_in import InterpretedRunner, speculative, standing_in, worker_args
+from tests.triton.support import INTERPRETED, int32, run_interpreted
 from tests.unit.executor.sampling.test_grammar_masks import words_of
 from tests.unit.executor.steps import Request, make_step
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
@@ -49,32 +51,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model("llama-gqa", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
-def speculative(drafts: int) -> dict[str, Any]:
-    return {
-        "num_speculative_tokens": drafts,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-        "adaptive": False,
-    }
-
-
-def make_drafting(model: str, drafts: int, **parallel: Any) -> GpuRunner:
-    args = worker_args(model, **parallel)
-    scheduler = replace(
-        args.scheduler, speculative_config=speculative(drafts), max_num_batched_tokens=24
-    )
-    made = InterpretedRunner(replace(args, scheduler=scheduler))
-    made.load()
-    return made
-
-
 @pytest.fixture(scope="module", params=[1, 4])
-def drafting(
-    request: pytest.FixtureRequest, model: str, one_thread: None
-) -> Iterator[tuple[GpuRunner, int]]:
+def drafting(request: pytest.FixtureRequest, model: str, one_thread: None) -> tuple[GpuRunner, int]:
     """Return a runner with some number of drafts, and that number."""
     with standing_in():
-        yield make_drafting(model, request.param), request.param
+        made = InterpretedRunner(worker_args(model, drafts=request.param))
+        made.load()
+    return made, request.param
 
 
 @contextmanager
@@ -135,7 +118,8 @@ def serve(
     engine = Engine(scheduler, runner=device, depth=depth)
     for request in added:
         scheduler.add(request)
-    engine.run()
+    with standing_in() if isinstance(device, GpuRunner) else nullcontext():
+        engine.run()
     return engine
 
 
@@ -217,11 +201,25 @@ def test_stop_tokens_wait_for_the_fewest_outputs_at_each_draft(
 
 
 def test_a_backend_that_needs_lengths_on_the_host_is_refused(model: str) -> None:
-    args = worker_args(model)
-    scheduler = replace(args.scheduler, speculative_config=speculative(2))
+    args = worker_args(model, drafts=2)
     parallel = replace(args.parallel, attention_backend="torch")
     with standing_in(), pytest.raises(EngineStartError, match="attention_backend"):
-        InterpretedRunner(replace(args, scheduler=scheduler, parallel=parallel)).load()
+        InterpretedRunner(replace(args, parallel=parallel)).load()
+
+
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
+def test_ranks_give_the_tokens_of_one_without_drafts(
+    size: int, stages: int, tmp_path: Path
+) -> None:
+    """Cover ranks that share layers, and pipeline stages (tests/triton/sums/gpu_ranks.py)."""
+    model = write_model("llama-gqa", tmp_path, num_hidden_layers=stages)
+    got, expected = json.loads(
+        run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages), "2")
+    )
+    # Each request has sampled six times.
+    counts = [len(tokens) for tokens in got[0]]
+    assert got == [[all_[:n] for all_, n in zip(expected, counts, strict=True)]] * size
+    assert min(counts) >= 6 and max(counts) >= 8
 
 
 def test_a_method_that_a_gpu_does_not_have_is_refused(model: str) -> None:

@@ -180,7 +180,7 @@ def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Pa
     """Cover ranks that share layers, and pipeline stages (tests/triton/sums/gpu_ranks.py)."""
     model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
     got, expected = json.loads(
-        run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages))
+        run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages), "0")
     )
     assert got == [expected] * size
     assert sum(map(len, expected)) == 6 * stages
