@@ -5,8 +5,12 @@ packed. One copy takes the message to the device. Block copies and then the kern
 follow on the same stream, most often as one captured graph. So steps run in the order they came,
 and the copy of one step's message waits until the step before has read its own. Sampled ids stay on
 the device for the next step. The last kernel also writes them to pinned memory, where the thread
-that waits for the step's event finds them. Special rows (executor/sampling/special_rows.py) are
-sampled after that, before the event.
+that waits for the step's event finds them. Rows with masks and special rows
+(executor/gpu/apart_rows.py) are sampled after that, before the event.
+
+With speculation the host does not know how many tokens a row has that decodes: its own count
+(HostTables.num_computed) has one token for each step, which is the fewest. The count of the slot
+itself, on the device, is what kernels go by.
 
 In a pipeline the same holds for each stage's own part. The stream from another stage is received
 right before it is needed and on the same stream of kernels, so that the kernel that waits for it

@@ -17,7 +17,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, D
 from sidestep.executor.gpu.cuda_graphs import StepSizes, decode_ladder, draft_sizes, most_queries
 from sidestep.executor.gpu.device_tables import RowColumns, make_slot_tables
 from sidestep.executor.gpu.step_packer import message_size
-from sidestep.executor.gpu.token_sampler import TokenSampler
+from sidestep.executor.gpu.token_sampler import TokenSampler, check_method
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
@@ -64,6 +64,7 @@ class StepKernels:
             raise EngineStartError(
                 f"block_size: must be a multiple of 16 on a GPU, not {self._block_size}"
             )
+        check_method(args.scheduler.speculation)
         self._limits = args.scheduler.limits("cuda", self._stage.count)
         self._rotation = self._limits.max_steps_in_flight + 2
 

@@ -38,6 +38,15 @@ def pinned(rotation: int, count: int, device: torch.device) -> Tensor:
     return torch.zeros(rotation, count, dtype=torch.int32, **where)
 
 
+def check_method(speculation: SpeculativeConfig | None) -> None:
+    """Raise EngineStartError for a method of speculation that a GPU does not have."""
+    if speculation is not None and speculation.method not in ON_GPU:
+        raise EngineStartError(
+            f"speculative_config: method {speculation.method!r} does not run on a GPU; "
+            f"use {' or '.join(map(repr, ON_GPU))}"
+        )
+
+
 @dataclass(frozen=True)
 class SampledRows:
     """The tokens of a step's rows in pinned memory, R rows that sample."""
@@ -61,6 +70,8 @@ class SampledRows:
         else:
             output.token_ids = self.ids[np.arange(width) < self.sizes[:, None]]
             output.sizes, output.num_drafts = self.sizes, self.num_drafts
+        if not self.held.any():
+            return
         missed = (accepted == self.num_drafts) & (self.held > self.num_drafts)
         output.num_unverified = int(missed.sum())
         output.num_unverified_right = int((missed & (self.hits > accepted)).sum())
@@ -77,15 +88,7 @@ class TokenSampler:
         vocab_size: int,
         rotation: int,
     ) -> None:
-        """Allocate the scratch memory and the pinned outputs.
-
-        Raises EngineStartError for a method of speculation that a GPU does not have.
-        """
-        if speculation is not None and speculation.method not in ON_GPU:
-            raise EngineStartError(
-                f"speculative_config: method {speculation.method!r} does not run on a GPU; "
-                f"use {' or '.join(map(repr, ON_GPU))}"
-            )
+        """Allocate the scratch memory and the pinned outputs."""
         device, queries = tables.progress.device, most_queries(limits)
         self._device = device
         self._parameters = tables.parameters

@@ -27,7 +27,9 @@ from sidestep.kernels.gpu import Gpu
 GPU = Gpu(90, 132)
 
 
-def worker_args(path: str, dtype: str, ranks: int = 1, stages: int = 1) -> WorkerArgs:
+def worker_args(
+    path: str, dtype: str, ranks: int = 1, stages: int = 1, drafts: int = 0
+) -> WorkerArgs:
     return WorkerArgs(
         rank=0,
         spec=load_model_spec(path),
@@ -36,12 +38,16 @@ def worker_args(path: str, dtype: str, ranks: int = 1, stages: int = 1) -> Worke
         parallel=ParallelConfig(
             attention_backend="triton", tensor_parallel_size=ranks, pipeline_parallel_size=stages
         ),
-        scheduler=SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=200),
+        scheduler=SchedulerConfig(
+            max_num_seqs=40,
+            max_num_batched_tokens=200,
+            speculative_config={"num_speculative_tokens": drafts} if drafts else None,
+        ),
         max_model_len=200,
     )
 
 
-def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
+def keys(path: str, ranks: int, stages: int, drafts: int) -> list[list[str]]:
     found: list[list[str]] = []
 
     def note(*, key: str, fn: Any, **_: Any) -> bool:
@@ -52,7 +58,7 @@ def keys(path: str, ranks: int, stages: int) -> list[list[str]]:
     for device, num_blocks in (("meta", 1), ("cpu", 37)):
         found.append([])
         compile_for(GPU, device)
-        args = worker_args(path, "bfloat16", ranks, stages)
+        args = worker_args(path, "bfloat16", ranks, stages, drafts)
         for rank in ranks_that_differ(args.parallel):
             with CompilerThreads(1) as threads, compiling_only(threads):
                 GpuRunner.launch_without_gpu(
@@ -80,7 +86,7 @@ def worker(path: str) -> list[tuple[str, bool]]:
 if __name__ == "__main__":
     model, command = sys.argv[1:]
     if command == "keys":
-        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1), (2, 1), (1, 3))]))
+        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1, 0), (2, 1, 4), (1, 3, 0))]))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:
