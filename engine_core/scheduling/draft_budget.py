@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from sidestep.engine_core.scheduling.step_plan import StepPlan
-from sidestep.ipc.model.speculative_config import SpeculativeConfig
+from sidestep.ipc.model.speculative_config import SpeculativeConfig, tiers_of
 from sidestep.ipc.transport.step import StepOutput
 
 _WEIGHT = 0.1
@@ -32,11 +32,6 @@ _CLOSE = 0.7
 """Share of the best promise that makes a stale number worth another try."""
 _OVERHEAD = 1.1
 """How many times as long a step with more drafts is assumed to take before one was measured."""
-
-
-def tiers_of(most: int) -> tuple[int, ...]:
-    """Return the numbers of drafts that steps may have: none, half of the most, and the most."""
-    return tuple(sorted({0, (most + 1) // 2, most}))
 
 
 @dataclass(slots=True)
@@ -106,7 +101,7 @@ class DraftBudget:
 
     def _choose(self, num_rows: int, most: int) -> int:
         if self._is_fixed:
-            return max(0, min(self._most, most))
+            return max(tier for tier in self._tiers if tier <= max(0, most))
         kind = num_rows.bit_length()
         chosen, until = self._chosen.get(kind, (-1, 0))
         if self._num_steps >= until or chosen > most:

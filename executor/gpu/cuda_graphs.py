@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.dense_size import layer_size
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
 _MOST_GRAPHED = 2048
@@ -37,17 +39,27 @@ class StepSizes:
     tokens: int
     max_decode_rows: int
     max_prompt_rows: int
+    queries: int = 1
+    """Tokens of each row in a step with drafts; all its rows have the same number."""
 
     @property
     def decode_only(self) -> bool:
         """Whether every row has one token."""
         return self.max_prompt_rows == 0
 
+    @property
+    def layout(self) -> StepLayout:
+        """The smallest layout of a step's message."""
+        return StepLayout(self.rows, self.tokens // self.queries)
+
     def takes(self, rows: int, tokens: int) -> bool:
         """Return whether a step fits in with an acceptable amount of padding.
 
-        Acceptable is an eighth of the step's tokens, or `_FINE` tokens if that is more.
+        Acceptable is an eighth of the step's tokens, or `_FINE` tokens if that is more. With drafts
+        any amount is: there are few sizes, and the core measures what they cost.
         """
+        if self.queries > 1:
+            return self.rows >= rows
         return self.rows >= rows and 0 <= self.tokens - tokens <= max(_FINE, tokens // 8)
 
 
@@ -67,6 +79,24 @@ def decode_ladder(max_rows: int) -> list[int]:
     """
     sizes = [1, 2, 4, 8, 16, *range(32, 257, 32), *range(320, max_rows, 64)]
     return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def draft_sizes(limits: StepLimits) -> list[StepSizes]:
+    """Return the sizes of graphs for steps with drafts, for each number of drafts the largest last.
+
+    The batch sizes are sparse: with more rows drafts pay less.
+    """
+    sizes = []
+    for queries in [1 + drafts for drafts in tiers_of(limits.num_drafts) if drafts]:
+        most = min(limits.max_num_seqs, limits.max_num_batched_tokens // queries)
+        ladder = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n < most] + [most] * (most > 0)
+        sizes += [StepSizes(n, n * queries, n, 0, queries) for n in ladder]
+    return sizes
+
+
+def most_queries(limits: StepLimits) -> int:
+    """Return the most positions of a step that are sampled."""
+    return max(limits.max_num_seqs, *(sizes.tokens for sizes in draft_sizes(limits)), 0)
 
 
 def mixed_ladder(max_rows: int, max_tokens: int, worthwhile: int) -> list[StepSizes]:
@@ -103,11 +133,14 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._decode: list[StepGraph] = []
         self._mixed: list[StepGraph] = []
+        self._drafting: dict[int, list[StepGraph]] = {}
+        """By the number of queries of a row."""
 
     def __repr__(self) -> str:
+        drafting = [(g.sizes.rows, q) for q, found in self._drafting.items() for g in found]
         return (
             f"CudaGraphs(decode {[g.sizes.rows for g in self._decode]}, mixed "
-            f"{[(g.sizes.rows, g.sizes.tokens) for g in self._mixed]})"
+            f"{[(g.sizes.rows, g.sizes.tokens) for g in self._mixed]}, drafting {drafting})"
         )
 
     def capture(self, sizes: StepSizes) -> None:
@@ -116,7 +149,7 @@ class CudaGraphs:
         All kernels that the step launches must have run before, so that nothing is compiled during
         the capture.
         """
-        layout = StepLayout(sizes.rows, sizes.tokens)
+        layout = sizes.layout
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -129,12 +162,14 @@ class CudaGraphs:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         graphs = self._decode if sizes.decode_only else self._mixed
+        if sizes.queries > 1:
+            graphs = self._drafting.setdefault(sizes.queries, [])
         graphs.append(StepGraph(sizes, layout, graph))
         graphs.sort(key=lambda g: (g.sizes.tokens, g.sizes.rows))
 
-    def find(self, rows: int, tokens: int) -> StepGraph | None:
+    def find(self, rows: int, tokens: int, queries: int = 1) -> StepGraph | None:
         """Return the smallest graph that a step fits in; None if there is none."""
-        for graph in self._decode if rows == tokens else self._mixed:
-            if graph.sizes.takes(rows, tokens):
-                return graph
-        return None
+        graphs = self._decode if rows == tokens else self._mixed
+        if queries > 1:
+            graphs = self._drafting.get(queries, [])
+        return next((graph for graph in graphs if graph.sizes.takes(rows, tokens)), None)

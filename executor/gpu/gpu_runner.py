@@ -20,28 +20,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.base import WorkerReady
+from sidestep.executor.gpu.apart_rows import ApartRows, QueryLogprobs
 from sidestep.executor.gpu.compiler_wait import wait_for_compiler
 from sidestep.executor.gpu.cuda_graphs import (
     CudaGraphs,
     StepSizes,
+    draft_sizes,
     mixed_ladder,
+    most_queries,
     worthwhile_tokens,
 )
 from sidestep.executor.gpu.device_clock import DeviceClock
 from sidestep.executor.gpu.gpu_memory_calls import GpuMemoryCalls
-from sidestep.executor.gpu.gpu_output import GpuOutput, SpecialOutput
-from sidestep.executor.gpu.step_packer import StepPacker, masked_logits
+from sidestep.executor.gpu.gpu_output import GpuOutput, StepResult
+from sidestep.executor.gpu.step_packer import StepPacker
 from sidestep.executor.models.decoder import attention_shape
-from sidestep.executor.models.model_loading import (
-    pick_attention,
-    pick_device,
-)
+from sidestep.executor.models.model_loading import pick_device
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
 from sidestep.executor.runner.host_tables import HostTables
@@ -50,27 +48,21 @@ from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.runner.runner import PendingOutput, WorkerArgs
 from sidestep.executor.runner.torch_profile import TakesProfiles
-from sidestep.executor.runner.transfer import to_device
-from sidestep.executor.sampling.prompt_logprobs import (
-    PromptTokens,
-)
-from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
+from sidestep.executor.runner.transfer import to_device, to_host
+from sidestep.executor.sampling.prompt_logprobs import PromptTokens
+from sidestep.executor.sampling.special_rows import make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.model.cache_sizes import GPU_MARGIN_BYTES
 from sidestep.ipc.params.logits_controls import Controls
-from sidestep.ipc.transport.step import Int64, StepInput, StepMasks
+from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.launch_order import checked_order
-from sidestep.kernels.triton.prepare_step_triton import (
-    SAMPLING,
-    StepLayout,
-)
+from sidestep.kernels.triton.prepare_step_triton import NUM_DRAFTS, StepLayout
 
 _PAD = 128
 """Eager steps are padded to a multiple of this many tokens."""
-_NO_IDS, _NO_ROWS = np.empty(0, np.int32), np.empty(0, np.bool_)
 
 
 class GpuRunner(TakesProfiles, GpuMemoryCalls):
@@ -99,7 +91,7 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
     @torch.inference_mode()
     def load(self) -> WorkerReady:
         """Load the weights, allocate the KV cache and capture the graphs."""
-        backend = pick_attention(self._args, self._device)
+        backend = self._pick_attention()
         try:
             self._open_peer_sums()
             self._make_tables()
@@ -142,13 +134,12 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
             for _ in range(self._rotation)
         ]
         self._clock = DeviceClock()
-        self._pipeline = Pipeline(args, self._tables.last_sampled, limits.max_steps_in_flight)
-        if not self._stage.is_last:
-            return
-        self._special = make_special_rows(args, limits, device)
-        self._host_ids, self._host_special_ids = self._out_ids.numpy(), self._special_ids.numpy()
-        self._host_marks = self._pinned_marks.numpy()
-        self._marks = torch.zeros(limits.max_num_seqs, dtype=torch.int32, device=device)
+        self._pipeline = Pipeline(args, self._tables.progress, limits.max_steps_in_flight)
+        if self._stage.is_last:
+            self._special = make_special_rows(args, limits, device)
+            self._apart = ApartRows(
+                self._special, self._sampler, self._tables, self._rotation, most_queries(limits)
+            )
 
     def _reset(self) -> None:
         """Forget all requests."""
@@ -213,16 +204,16 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
         """Run each kind of step once on no rows, then capture the ladder."""
         limits = self._limits
         graphs = CudaGraphs(self._launch)
-        decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        decode = [StepSizes(n, n, n, 0) for n in self._decode_sizes()] + draft_sizes(limits)
         mixed = mixed_ladder(
             limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(self._args.spec)
         )
         with checked_order():
             for sizes in [*mixed[-1:], *mixed[:1], *decode]:
-                self._launch(sizes, StepLayout(sizes.rows, sizes.tokens))
+                self._launch(sizes, sizes.layout)
         torch.cuda.synchronize()
         # The largest first: the others then fit into the memory it took.
-        for sizes in [*reversed(mixed), *reversed(decode)]:
+        for sizes in sorted((*mixed, *decode), key=lambda s: -s.tokens):
             graphs.capture(sizes)
         return graphs
 
@@ -239,9 +230,10 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
         self._state.apply(step)
         batch = make_batch(self._state, step, self._block_size)
         apart, prompts = self._find_special(step, batch)
-        rows, tokens, decodes = len(batch.slots), batch.total_tokens, batch.num_decode_rows
+        rows, queries = len(batch.slots), 1 + step.num_drafts
+        tokens = batch.total_tokens * queries
         found = (
-            self._graphs.find(rows, tokens)
+            self._graphs.find(rows, tokens, queries)
             if self._graphs is not None and prompts is None
             else None
         )
@@ -251,6 +243,7 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
         started, done = self._events[position]
         started.record()
         self._message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
+        self._store_past(step)
         if len(step.copy_sources):  # written by steps before this one, on the same stream
             self._attention.copy_blocks(step.copy_sources, step.copy_targets)
         # 3. The stream from the stage before.
@@ -259,35 +252,32 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
             self._pipeline.receive_stream(self._hidden[:tokens])
             started.record()  # again: until here the stage has only waited
         # 4. The whole step, or this stage's part of it: inputs, model, sampling of plain rows.
+        if self._stage.is_last:
+            self._sampler.begin_step(position, rows)
         about_prompts: list[Logprobs] = []
         if found is not None:
             found.graph.replay()
         else:
-            about_prompts = self._launch(
-                self._eager_sizes(rows, tokens, decodes), layout, batch, prompts
-            )
+            sizes = self._eager_sizes(rows, batch.total_tokens, batch.num_decode_rows, queries)
+            about_prompts = self._launch(sizes, layout, batch, prompts)
         # 5. The other rows, sampled from the logits that the step has left. The device is at work
         #    while the masks are made.
-        more: SpecialOutput | None = None
+        result: StepResult | None = None
         if self._stage.is_last:
-            if step.awaits_masks and receive_masks is not None:
-                self._special.masks.take(step, receive_masks())
-            if apart is not None and len(apart.masked):
-                self._sample_masked(batch, apart.masked, position, layout)
-            more = self._run_special(batch, apart, position, about_prompts)
+            masks = receive_masks() if step.awaits_masks and receive_masks is not None else None
+            if masks is not None:
+                self._special.masks.take(step, masks)
+            result = self._sample_apart(
+                batch, apart, masks, position, layout, about_prompts, 1 + step.num_drafts
+            )
         done.record()
-        # 6. The stream to the stage after, and the ids to the first stage.
+        # 6. The stream to the stage after, and the slots' progress to the stages before.
         if not self._stage.is_last:
             self._pipeline.send_stream(self._hidden[:tokens].clone())
         if self._stage.count > 1:
             at = layout.at("slots")
             self._pipeline.end_step(step.beat, self._message[at : at + rows].long())
-        ids, samples = (
-            (self._host_ids[position], batch.samples)
-            if self._stage.is_last
-            else (_NO_IDS, _NO_ROWS)
-        )
-        return GpuOutput(step.step_id, ids, samples, more, started, done, self._clock)
+        return GpuOutput(step.step_id, result, started, done, self._clock)
 
     @torch.inference_mode()
     def settle(self) -> None:
@@ -304,75 +294,66 @@ class GpuRunner(TakesProfiles, GpuMemoryCalls):
         if not self._stage.is_last:
             return None, None
         self._special.enter(step)
+        if self._limits.num_drafts and len(step.entering):
+            slots = step.entering["slot"]
+            self._state.records["max_drafts"][slots[self._special.without_drafts[slots]]] = 0
         return self._special.find(batch), self._special.find_prompts(batch)
 
-    def _sample_masked(
-        self, batch: HostBatch, rows: Int64, position: int, layout: StepLayout
-    ) -> None:
-        """Sample plain rows that had to wait for their masks.
+    def _store_past(self, step: StepInput) -> None:
+        """Store tokens that a request enters with in the cache, where drafts are looked up.
 
-        The step's message still holds what else is needed, so this takes one small copy and three
-        kernels. A mark holds both the row's mask index and that the row samples.
+        The others are stored when they are computed.
         """
-        count, message = len(batch.slots), self._message
-        marks, on_device = self._host_marks[position], self._marks[:count]
-        marks[:count] = 0
-        marks[rows] = self._special.masks.marks(batch.slots[rows])
-        on_device.copy_(self._pinned_marks[position, :count], non_blocking=True)
-        logits = self._logits[:count, : self._args.spec.vocab_size]
-        self._special.masks.mask(logits, on_device)
-        slots, seq_lens = (
-            message[layout.at(name) : layout.at(name) + count] for name in ("slots", "seq_lens")
+        if not self._tables.tokens.numel() or not len(step.entering):
+            return
+        computed = step.entering["num_computed"].tolist()
+        for (slot, sent, *_), count in zip(step.entering_rows(), computed, strict=True):
+            if count:
+                past = self._state.token_ids[slot, :count].copy()
+                past[: sent.start] = -1  # not sent
+                self._tables.tokens[slot, :count].copy_(to_device(past, self._device))
+
+    def _sample_apart(
+        self,
+        batch: HostBatch,
+        apart: Apart | None,
+        masks: StepMasks | None,
+        position: int,
+        layout: StepLayout,
+        about_prompts: list[Logprobs],
+        queries: int,
+    ) -> StepResult:
+        """Sample the rows that the step has left out; return where all of its results will be."""
+        count = len(batch.slots)
+        rows = self._columns.step_rows(self._message, layout, count, queries)
+        logprobs: list[QueryLogprobs] = []
+        if apart is not None:
+            logits = self._logits[: count * queries, : self._args.spec.vocab_size]
+            logprobs = self._apart.run(logits, batch, apart, rows, position)
+        drafts = None
+        if self._sampler.speculates and masks is not None:  # the next masks depend on them
+            self._apart.force_drafts(masks.forced_by_row(), rows)
+            progress = self._tables.progress.index_select(0, rows.slots)
+            drafts = to_host(progress[:, NUM_DRAFTS:].contiguous())
+        return StepResult(
+            self._sampler, position, batch.samples, queries, logprobs, about_prompts, drafts
         )
-        self._sample(logits, message[SAMPLING:], slots, seq_lens, on_device, self._out_ids)
 
-    def _run_special(
-        self, batch: HostBatch, apart: Apart | None, position: int, about_prompts: list[Logprobs]
-    ) -> SpecialOutput | None:
-        """Sample the step's special rows; None if it has none and no logprobs of prompts."""
-        rows, logprobs = np.empty(0, np.int64) if apart is None else apart.special, list[Logprobs]()
-        if not len(rows) and not about_prompts:
-            return None
-        if len(rows):
-            logits = self._logits[: len(batch.slots), : self._args.spec.vocab_size]
-            logprobs = self._special.run(
-                logits,
-                batch,
-                rows,
-                rows,
-                lambda wide, part: self._sample_special(wide, part, position),
-            )
-        return SpecialOutput(
-            rows, self._host_special_ids[position, : len(rows)], logprobs, about_prompts
-        )
-
-    def _sample_special(self, logits: Tensor, part: SpecialBatch, position: int) -> Tensor:
-        """Sample special rows as plain rows are sampled."""
-        count = len(part.slots)
-        columns = np.ones((4, -(-count // 4) * 4), np.int32)  # aligned to 16 bytes, as compiled for
-        columns[0, :2] = (count, position)
-        columns[1, :count], columns[2, :count] = part.slots, part.seq_lens
-        header, slots, seq_lens, samples = to_device(columns, self._device)
-        masked_rows, masked_tokens = masked_logits(self._state, part.slots, part.seq_lens)
-        if len(masked_rows):
-            masked = to_device(
-                np.stack((masked_rows, masked_tokens)).astype(np.int64), self._device
-            )
-            logits.index_put_((masked[0], masked[1]), logits.new_tensor(-torch.inf))
-        # The pinned row of this step, from the end of the rows of earlier parts; that is aligned
-        # too.
-        self._sample(logits, header, slots, seq_lens, samples, self._special_ids[:, part.first :])
-        return self._tables.last_sampled.index_select(0, part.slot_index).long()
-
-    def _eager_sizes(self, rows: int, tokens: int, decodes: int) -> StepSizes:
+    def _eager_sizes(self, rows: int, tokens: int, decodes: int, queries: int) -> StepSizes:
         """Return the sizes of a step without a graph, padded to few different sizes.
 
-        For a new size the library of products may choose a kernel that it has not loaded yet, which
-        stops the device, and the allocator may have to look for memory. A backend that works from
-        the host's view takes no padding.
+        tokens: without drafts. For a new size the library of products may choose a kernel that it
+        has not loaded yet, which stops the device, and the allocator may have to look for memory. A
+        backend that works from the host's view takes no padding.
         """
         if not self._attention.graph_safe:
             return StepSizes(rows, tokens, decodes, rows - decodes)
+        if queries > 1:
+            return next(
+                sizes
+                for sizes in draft_sizes(self._limits)
+                if sizes.queries == queries and sizes.rows >= rows
+            )
         padded = next(size for size in self._decode_sizes() if size >= rows)
         if decodes == tokens:
             return StepSizes(padded, padded, padded, 0)

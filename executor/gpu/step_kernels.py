@@ -8,15 +8,16 @@ a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, DeviceRows, StepBatch
-from sidestep.executor.gpu.cuda_graphs import StepSizes, decode_ladder
+from sidestep.executor.gpu.cuda_graphs import StepSizes, decode_ladder, draft_sizes, most_queries
+from sidestep.executor.gpu.device_tables import RowColumns, make_slot_tables
 from sidestep.executor.gpu.step_packer import message_size
+from sidestep.executor.gpu.token_sampler import TokenSampler
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
@@ -35,19 +36,15 @@ from sidestep.executor.sampling.prompt_logprobs import (
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
-from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.ops.token_masks import mask_tokens
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
 from sidestep.kernels.triton.prepare_step_triton import (
     HEADER,
     MASKED,
-    SAMPLING,
-    SlotTables,
     StepLayout,
     prepare_step,
 )
-from sidestep.kernels.triton.sampling_triton import sample_tokens, scratch_size
 
 
 class StepKernels:
@@ -70,6 +67,19 @@ class StepKernels:
         self._limits = args.scheduler.limits("cuda", self._stage.count)
         self._rotation = self._limits.max_steps_in_flight + 2
 
+    def _pick_attention(self) -> type[AttentionBackend]:
+        """Return the attention backend.
+
+        Raises EngineStartError if it cannot run here, or not with speculation.
+        """
+        backend = pick_attention(self._args, self._device)
+        if self._limits.num_drafts and not backend.graph_safe:
+            raise EngineStartError(
+                "attention_backend: with speculative_config a GPU needs 'triton', since only the "
+                "device knows how long its rows are"
+            )
+        return backend
+
     def _open_peer_sums(self) -> None:
         if not self._args.parallel.disable_custom_all_reduce:
             self._parallel.open_peer_sums(
@@ -83,50 +93,32 @@ class StepKernels:
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
         self._rotary = load_rotary(self._args, self._device)
         if self._stage.is_last:
-            self._logits = self._model.new_logits(self._limits.max_num_seqs)
+            self._logits = self._model.new_logits(most_queries(self._limits))
 
     def _make_tables(self) -> None:
         """Allocate the message and the tables on the device."""
         args, limits, device = self._args, self._limits, self._device
-        slots = limits.num_slots
-        max_blocks = -(-args.max_model_len // self._block_size)
         self._layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self._tables = make_slot_tables(
+            limits, args.max_model_len, self._block_size, device, last=self._stage.is_last
+        )
         self._message = torch.zeros(
-            message_size(self._layout, max_blocks), dtype=torch.int32, device=device
+            message_size(self._layout, self._tables.block_tables.shape[1]),
+            dtype=torch.int32,
+            device=device,
         )
-        self._tables = SlotTables(
-            block_tables=torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
-            last_sampled=torch.zeros(slots, dtype=torch.int32, device=device),
-            temperature=torch.zeros(slots, device=device),
-            top_p=torch.ones(slots, device=device),
-            min_p=torch.zeros(slots, device=device),
-            top_k=torch.zeros(slots, dtype=torch.int32, device=device),
-            seed=torch.zeros(slots, dtype=torch.int64, device=device),
-        )
+        self._columns = RowColumns(limits, device)
         tokens = limits.max_num_batched_tokens if self._stage.count > 1 else 0
         self._hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=self._dtype, device=device)
         """The residual stream, as it comes from the stage before and goes to the next stage."""
         if self._stage.is_last:
-            self._make_sampler()
-
-    def _make_sampler(self) -> None:
-        """Allocate the sampler's scratch memory and its pinned outputs."""
-        args, limits, device = self._args, self._limits, self._device
-        self._scratch = torch.empty(
-            scratch_size(limits.max_num_seqs, args.spec.vocab_size),
-            dtype=torch.int32,
-            device=device,
-        )
-        self._out_ids, self._special_ids, self._pinned_marks = (
-            self._pinned(limits.max_num_seqs) for _ in range(3)
-        )
-
-    def _pinned(self, count: int) -> Tensor:
-        """Return int32 [rotation, count] in host memory that the GPU reads and writes too."""
-        where: dict[str, Any] = (
-            {"pin_memory": True} if self._device.type == "cuda" else {"device": self._device}
-        )
-        return torch.zeros(self._rotation, count, dtype=torch.int32, **where)
+            self._sampler = TokenSampler(
+                self._tables,
+                limits,
+                args.scheduler.speculation,
+                args.spec.vocab_size,
+                self._rotation,
+            )
 
     def _make_attention(self, backend: type[AttentionBackend], num_blocks: int) -> AttentionBackend:
         """Make the attention backend with a cache of this many blocks."""
@@ -140,6 +132,7 @@ class StepKernels:
                 rotary=self._rotary,
                 norm_eps=self._args.spec.rms_norm_eps,
                 max_rows=self._limits.max_num_seqs,
+                max_queries=1 + self._limits.num_drafts,
             )
         )
 
@@ -157,7 +150,7 @@ class StepKernels:
         runner = cls.__new__(cls)
         runner._prepare(args, torch.device(device))
         runner._parallel = parallel
-        backend = pick_attention(args, runner._device)
+        backend = runner._pick_attention()
         if backend.graph_safe:
             runner._make_tables()
             if runner._stage.is_last:
@@ -173,12 +166,13 @@ class StepKernels:
         # The kernels that take longest to compile come first: the samplers, then attention.
         kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
         kinds += [StepSizes(n, n, n, 0) for n in self._decode_sizes()]
+        kinds += draft_sizes(self._limits)
         with self._model.kinds_of_layers():
             if self._stage.is_last:
                 self._launch_samplers()
             with checked_order():
                 for sizes in kinds:
-                    self._launch(sizes, StepLayout(sizes.rows, sizes.tokens), empty=torch.zeros)
+                    self._launch(sizes, sizes.layout, empty=torch.zeros)
             # A step may have any number of prompt tokens whose logits are asked for.
             self._model.warm_up((1, 2, 16, 32, 64), with_head=self._stage.is_last)
             self._attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
@@ -197,10 +191,13 @@ class StepKernels:
     def _launch_samplers(self) -> None:
         """Launch the sampler of special rows, which are float32, and that of all other rows."""
         vocab, size = self._args.spec.vocab_size, self._parallel.size
+        rows = self._columns.step_rows(self._message, self._layout, 1, 1)
+        own = torch.zeros(1, -(-vocab // size) * size, dtype=self._dtype, device=self._device)
+        copies = torch.zeros(1, vocab, device=self._device)
         column = torch.zeros(4, dtype=torch.int32, device=self._device)
-        for width, dtype in ((vocab, torch.float32), (-(-vocab // size) * size, self._dtype)):
-            logits = torch.zeros(1, width, dtype=dtype, device=self._device)[:, :vocab]
-            self._sample(logits, column, column, column, column, self._special_ids)
+        self._sampler.sample_copies(copies, column, column, column[:1], column)
+        self._sampler.sample_plain(own[:, :vocab], rows, rows.samples)
+        self._sampler.advance(rows, rows.valid, rows.samples)
 
     def _decode_sizes(self) -> list[int]:
         """Return the batch sizes of decode graphs."""
@@ -221,25 +218,19 @@ class StepKernels:
         log-probabilities. empty: allocates what the first kernel writes.
         """
         message, tables, device = self._message, self._tables, self._device
-
-        def column(name: str, extra: int = 0) -> Tensor:
-            return message[layout.at(name) : layout.at(name) + sizes.rows + extra]
-
+        rows = self._columns.step_rows(message, layout, sizes.rows, sizes.queries)
         token_ids, positions, slot_mapping = (
             empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3)
         )
-        last_tokens = empty(sizes.rows, dtype=torch.int32, device=device)
-        prepare_step(
-            message,
-            layout,
-            tables,
+        prepared = self._columns.step_inputs(
+            sizes,
             token_ids,
             positions,
             slot_mapping,
-            last_tokens,
-            self._block_size,
+            empty(sizes.rows, dtype=torch.int32, device=device),
         )
-        slots, seq_lens = column("slots"), column("seq_lens")
+        prepare_step(message, layout, tables, prepared, self._block_size, sizes.queries)
+        starts = layout.at("query_starts")
         self._attention.begin_step(
             StepBatch(
                 positions=positions,
@@ -247,12 +238,14 @@ class StepKernels:
                 host=host,
                 rows=DeviceRows(
                     header=message[:HEADER],
-                    slots=slots,
-                    seq_lens=seq_lens,
-                    query_starts=column("query_starts", 1),
+                    slots=rows.slots,
+                    seq_lens=rows.seq_lens,
+                    query_starts=message[starts : starts + sizes.rows + 1],
                     block_tables=tables.block_tables,
                     max_decode_rows=sizes.max_decode_rows,
                     max_prompt_rows=sizes.max_prompt_rows,
+                    queries=sizes.queries,
+                    valid_lens=rows.valid_lens if sizes.queries > 1 else None,
                 ),
             )
         )
@@ -262,41 +255,14 @@ class StepKernels:
             if hidden.data_ptr() != self._hidden.data_ptr():  # added to in place
                 self._hidden[: sizes.tokens].copy_(hidden)
             return []
-        rows = None if sizes.decode_only else last_tokens
+        chosen = None if sizes.decode_only else prepared.last_tokens
         if prompts is not None:
-            rows = with_prompt_tokens(last_tokens, prompts)
-        stream = self._model.states(inputs, self._attention, rows)
+            chosen = with_prompt_tokens(prepared.last_tokens, prompts)
+        stream = self._model.states(inputs, self._attention, chosen)
+        count = sizes.rows * sizes.queries
         logits = self._model.logits(
-            stream if prompts is None else stream.part(0, sizes.rows), self._logits[: sizes.rows]
+            stream if prompts is None else stream.part(0, count), self._logits[:count]
         )
-        mask_logits(logits, message, message[MASKED:])
-        self._sample(logits, message[SAMPLING:], slots, seq_lens, column("samples"), self._out_ids)
+        mask_logits(logits, message, message[MASKED:], rows.query_lens, sizes.queries)
+        self._sampler.sample_step(logits, rows)
         return [] if prompts is None else prompt_logprobs(self._model, stream, sizes.rows, prompts)
-
-    def _sample(
-        self,
-        logits: Tensor,
-        header: Tensor,
-        slots: Tensor,
-        seq_lens: Tensor,
-        samples: Tensor,
-        out_ids: Tensor,
-    ) -> None:
-        """Sample rows with the slots' parameters; see sample_tokens."""
-        tables = self._tables
-        sample_tokens(
-            logits,
-            header=header,
-            slots=slots,
-            seq_lens=seq_lens,
-            samples=samples,
-            temperature=tables.temperature,
-            top_k=tables.top_k,
-            top_p=tables.top_p,
-            min_p=tables.min_p,
-            seed=tables.seed,
-            scratch=self._scratch,
-            last_sampled=tables.last_sampled,
-            out_ids=out_ids,
-            pdl=has_pdl(self._device),
-        )

@@ -21,18 +21,18 @@ class HostTables:
         # Large but mostly untouched: memory is taken only for what requests fill.
         self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), np.int32)
-        self._records = empty_tables(num_slots)
-        self.num_known = self._records["num_known"]
-        self.num_prompt = self._records["num_prompt"]
-        self.num_computed = self._records["num_computed"]
-        self.temperature = self._records["temperature"]
-        self.top_p = self._records["top_p"]
-        self.min_p = self._records["min_p"]
-        self.top_k = self._records["top_k"]
-        self.seed = self._records["seed"]
-        self.min_tokens = self._records["min_tokens"]
-        self.max_total = self._records["max_total"]
-        self.max_drafts = self._records["max_drafts"]
+        self.records = empty_tables(num_slots)
+        self.num_known = self.records["num_known"]
+        self.num_prompt = self.records["num_prompt"]
+        self.num_computed = self.records["num_computed"]
+        self.temperature = self.records["temperature"]
+        self.top_p = self.records["top_p"]
+        self.min_p = self.records["min_p"]
+        self.top_k = self.records["top_k"]
+        self.seed = self.records["seed"]
+        self.min_tokens = self.records["min_tokens"]
+        self.max_total = self.records["max_total"]
+        self.max_drafts = self.records["max_drafts"]
         self.num_blocks = np.zeros(num_slots, np.int32)
         self.entries = np.zeros(num_slots, np.int64)
         self._num_entries = 0
@@ -49,7 +49,7 @@ class HostTables:
 
     def _enter(self, step: StepInput) -> None:
         slots = step.entering["slot"]
-        self._records[slots] = step.entering
+        self.records[slots] = step.entering
         self.num_blocks[slots] = 0
         self.entries[slots] = np.arange(len(slots)) + self._num_entries + 1
         self._num_entries += len(slots)

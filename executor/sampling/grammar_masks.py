@@ -28,6 +28,8 @@ from sidestep.kernels.ops.token_masks import mask_tokens
 class GrammarMasks(LogitsProcessor):
     """The processor of grammars. It comes last, so that no other brings back a forbidden token."""
 
+    handles_drafts = True
+
     def __init__(self, setup: ProcessorSetup, num_masks: int, max_drafts: int = 0) -> None:
         super().__init__(setup)
         words = -(-setup.vocab_size // 32)

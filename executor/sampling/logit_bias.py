@@ -18,6 +18,8 @@ from sidestep.executor.sampling.logits_processor import (
 class LogitBias(LogitsProcessor):
     """Keeps each request's tokens and numbers on the device."""
 
+    handles_drafts = True
+
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
         self._biases: dict[int, tuple[Tensor, Tensor]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -74,6 +74,14 @@ class LogitsProcessor(abc.ABC):
     in tensors, which `sampled` updates.
     """
 
+    handles_drafts: ClassVar[bool] = False
+    """Whether `apply` and `sampled` may be called several times a step, for speculation.
+
+    Each pair of calls is then for one more token of the rows; `sampled` gets -1 for a row whose
+    token does not count, because a draft before it was wrong, and must leave the state of its slot
+    as it is. Requests that a class without this accepts are served without drafts.
+    """
+
     def __init__(self, setup: ProcessorSetup) -> None:
         """Keep the setup."""
         self.setup = setup
@@ -97,4 +105,7 @@ class LogitsProcessor(abc.ABC):
         """
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:  # noqa: B027
-        """Take in the tokens that were then sampled, int64 [n] on the device."""
+        """Take in the tokens that were then sampled, int64 [n] on the device.
+
+        They may be -1 only if the class says that it handles drafts.
+        """

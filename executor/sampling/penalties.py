@@ -27,6 +27,8 @@ class Penalties(LogitsProcessor):
     are counted on the device, so no earlier token is missed with steps in flight.
     """
 
+    handles_drafts = True
+
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
         # One row a request: how often each token is in the output, plus _PROMPT if the prompt has
@@ -81,9 +83,10 @@ class Penalties(LogitsProcessor):
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
         """Count the sampled tokens."""
         # Each row occurs once: nothing is added twice to one count.
-        one = torch.ones(1, dtype=torch.int32, device=self.setup.device)
         self._counts.index_put_(
-            (self._rows.index_select(0, slots.on_device), token_ids), one, accumulate=True
+            (self._rows.index_select(0, slots.on_device), token_ids.clamp(min=0)),
+            (token_ids >= 0).int(),
+            accumulate=True,
         )
 
     def _add(

@@ -139,6 +139,8 @@ class SpecialRows:
         """Slots among those whose rows only wait for masks."""
         self._num_logprobs = np.full(num_slots, -1, np.int32)
         self._num_prompt_logprobs = np.full(num_slots, -1, np.int32)
+        self.without_drafts = np.zeros(num_slots, np.bool_)
+        """Slots among those of which some processor handles no drafts that wait to be accepted."""
         self._count = 0
 
     def __repr__(self) -> str:
@@ -204,7 +206,7 @@ class SpecialRows:
         """
         logprobs = []
         self.masks.offset = offset
-        for part in self._parts(batch, rows, logits_rows, offset):
+        for part in self.parts(batch, rows, logits_rows, offset):
             wide = logits.index_select(0, part.logits_rows).float()
             self.before_sampling(wide, part)
             tokens = sample(wide, part)
@@ -231,23 +233,46 @@ class SpecialRows:
         token_ids int64 [n]; logits [R, V] as the model gave them, where part.logits_rows are the
         rows meant.
         """
+        self.tell(token_ids, part)
+        return self.logprobs(
+            logits,
+            token_ids,
+            part,
+            part.logits_rows,
+            lambda asking: part.seq_lens[asking].astype(np.int64),
+        )
+
+    def tell(self, token_ids: Tensor, part: SpecialBatch) -> None:
+        """Tell the processors what was sampled; int64 [n], -1 where a token does not count."""
         for processor, indices, slots in part.shares:
             processor.sampled(
                 token_ids if indices is None else token_ids.index_select(0, indices), slots
             )
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        part: SpecialBatch,
+        logits_rows: Tensor,
+        positions: Callable[[Int64], Int64],
+    ) -> Logprobs | None:
+        """Return the log-probabilities that these rows ask for.
+
+        token_ids int64 [n]: sampled from the rows of `logits` at `logits_rows`. positions: returns
+        the tokens' positions in their requests, for some indices of rows in the part.
+        """
         numbers = self._num_logprobs[part.slots]
         asking = np.flatnonzero(numbers >= 0)
         if not len(asking):
             return None
-        logits_rows, numbers = part.logits_rows, numbers[asking]
+        numbers = numbers[asking]
         if len(asking) < len(part.slots):
             index = to_device(asking, self._device)
             logits_rows = logits_rows.index_select(0, index)
             token_ids = token_ids.index_select(0, index)
         packed = logprobs_of(logits.index_select(0, logits_rows), token_ids, int(numbers.max()))
-        return make_logprobs(
-            packed, part.samples[asking], part.seq_lens[asking].astype(np.int64), numbers
-        )
+        return make_logprobs(packed, part.samples[asking], positions(asking), numbers)
 
     def _enter(self, request: EnteringRequest) -> None:
         slot = request.slot
@@ -258,20 +283,26 @@ class SpecialRows:
             accepted[slot] = not request.controls.is_beam and processor.enter(request)
         self._special[slot] = self._accepted[:-1, slot].any() or self._num_logprobs[slot] >= 0
         self._masked[slot] = self._accepted[-1, slot] and not self._special[slot]
+        self.without_drafts[slot] = any(
+            accepted[slot] and not processor.handles_drafts
+            for processor, accepted in zip(self._processors, self._accepted, strict=True)
+        )
 
     def _leave(self, slot: int) -> None:
         if not self._known[slot]:
             return
         self._known[slot] = self._special[slot] = self._masked[slot] = False
+        self.without_drafts[slot] = False
         self._num_logprobs[slot] = self._num_prompt_logprobs[slot] = -1
         for processor, accepted in zip(self._processors, self._accepted, strict=True):
             if accepted[slot]:
                 accepted[slot] = False
                 processor.leave(slot)
 
-    def _parts(
-        self, batch: HostBatch, rows: Int64, logits_rows: Int64, offset: int
+    def parts(
+        self, batch: HostBatch, rows: Int64, logits_rows: Int64, offset: int = 0
     ) -> Iterator[SpecialBatch]:
+        """Yield special rows in parts; see `run`."""
         for first in range(0, len(rows), MOST_ROWS):
             some = rows[first : first + MOST_ROWS]
             slots = batch.slots[some]

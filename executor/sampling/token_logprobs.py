@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,6 +37,15 @@ class Logprobs:
     packed: Tensor
     """int32 [n, 1 + 2 (K + 1)] on the host when the step has ended: rank, ids, and the bits of the
     numbers."""
+
+    def chosen(self, tokens: npt.NDArray[np.bool_]) -> Self:
+        """Return those of the chosen tokens, [n], when the step has ended."""
+        return type(self)(
+            keys=self.keys[tokens],
+            positions=self.positions[tokens],
+            sizes=self.sizes[tokens],
+            packed=self.packed[torch.from_numpy(tokens)],
+        )
 
 
 def logprobs_of(logits: Tensor, token_ids: Tensor, most: int) -> Tensor:

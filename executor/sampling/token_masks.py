@@ -27,6 +27,8 @@ _ANY, _NONE = -1, -2
 class AllowedTokens(LogitsProcessor):
     """Sets the logits of all tokens that are not allowed to minus infinity."""
 
+    handles_drafts = True
+
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
         self._left_out: dict[int, Tensor] = {}
@@ -57,6 +59,8 @@ class BadWords(LogitsProcessor):
     It keeps the last output tokens of each slot on the device, and compares them with the
     beginnings of bad words.
     """
+
+    handles_drafts = True
 
     def __init__(self, setup: ProcessorSetup) -> None:
         super().__init__(setup)
@@ -103,7 +107,6 @@ class BadWords(LogitsProcessor):
 
     def sampled(self, token_ids: Tensor, slots: Slots) -> None:
         """Append the sampled tokens to the last output tokens."""
-        recent = self._recent.index_select(0, slots.on_device)
-        self._recent.index_copy_(
-            0, slots.on_device, torch.cat((recent[:, 1:], token_ids[:, None]), 1)
-        )
+        recent, new = self._recent.index_select(0, slots.on_device), token_ids[:, None]
+        longer = torch.cat((recent[:, 1:], new), 1)
+        self._recent.index_copy_(0, slots.on_device, torch.where(new >= 0, longer, recent))

@@ -15,6 +15,11 @@ MOST_DRAFTS = 7
 """Most drafts of a row in a step: kernels take at most 8 tokens of a row that decodes."""
 
 
+def tiers_of(most: int) -> tuple[int, ...]:
+    """Return the numbers of drafts that steps may have: none, half of the most, and the most."""
+    return tuple(sorted({0, (most + 1) // 2, most}))
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig(Options):
     """Values of the option speculative_config, by the names that vLLM gave them."""

@@ -24,7 +24,9 @@ from torch import Tensor
 class DraftTables:
     """Device tables with one row a slot, int32.
 
-    S is the number of slots, K the most drafts of a slot, L the most tokens of a request.
+    S is the number of slots, K the most drafts of a slot, L the most tokens of a request. The
+    kernels take the columns last_sampled, num_computed and num_drafts of any one stride, and so
+    draft_limit and max_total.
     """
 
     last_sampled: Tensor
@@ -53,6 +55,8 @@ class AcceptedTokens:
     """[B, R]: new tokens of a row, 1 to Q."""
     drafts: Tensor
     """[B, R]: drafts that the row verified."""
+    held: Tensor
+    """[B, R]: drafts that the slot had; all of [B, R] have one stride."""
     hits: Tensor
     """[B, R]: drafts of the slot that are known to be right, also where fewer were verified."""
 
@@ -96,6 +100,7 @@ def accept(
         out.ids[out_row, row * width : row * width + size] = tokens[:size]
         out.sizes[out_row, row] = size
         out.drafts[out_row, row] = verified
+        out.held[out_row, row] = min(int(tables.num_drafts[slot]), limit)
         out.hits[out_row, row] = hits
         tables.last_sampled[slot] = tokens[accepted]
         tables.num_computed[slot] = start + size

@@ -26,15 +26,15 @@ def _accept(
     out_ids,
     out_sizes,
     out_drafts,
+    out_held,
     out_hits,
     width,
     longest,
+    slot_stride,
     drafts_stride,
     tokens_stride,
     ids_stride,
-    sizes_stride,
-    out_drafts_stride,
-    hits_stride,
+    counts_stride,
     LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def _accept(
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
     verified = tl.load(valid + row) - 1
-    held = tl.minimum(tl.load(num_drafts + slot), LIMIT)
+    held = tl.minimum(tl.load(num_drafts + slot * slot_stride), LIMIT)
     query = tl.arange(0, BLOCK)
     first = row * width
     token = tl.load(sampled + first + query, mask=query <= verified, other=-1)
@@ -63,16 +63,18 @@ def _accept(
     # Other threads of this program may still have to read the number of drafts.
     tl.debug_barrier()
     new = query <= accepted
-    tl.store(last_sampled + slot, tl.sum(tl.where(query == accepted, token, 0), 0))
-    tl.store(num_computed + slot, start + accepted + 1)
-    tl.store(num_drafts + slot, 0)
+    tl.store(last_sampled + slot * slot_stride, tl.sum(tl.where(query == accepted, token, 0), 0))
+    tl.store(num_computed + slot * slot_stride, start + accepted + 1)
+    tl.store(num_drafts + slot * slot_stride, 0)
     position = start + 1 + query
     tl.store(tokens + slot * tokens_stride + position, token, mask=new & (position < longest))
     out_row = tl.load(header + 1).to(tl.int64)
     tl.store(out_ids + out_row * ids_stride + first + query, token, mask=new)
-    tl.store(out_sizes + out_row * sizes_stride + row, accepted + 1)
-    tl.store(out_drafts + out_row * out_drafts_stride + row, verified)
-    tl.store(out_hits + out_row * hits_stride + row, hits)
+    counts = out_row * counts_stride + row
+    tl.store(out_sizes + counts, accepted + 1)
+    tl.store(out_drafts + counts, verified)
+    tl.store(out_held + counts, held)
+    tl.store(out_hits + counts, hits)
 
 
 def accept(
@@ -113,15 +115,15 @@ def accept(
         out.ids,
         out.sizes,
         out.drafts,
+        out.held,
         out.hits,
         width,
         tables.tokens.shape[1],
+        tables.num_computed.stride(0),
         tables.drafts.stride(0),
         tables.tokens.stride(0),
         out.ids.stride(0),
         out.sizes.stride(0),
-        out.drafts.stride(0),
-        out.hits.stride(0),
         LIMIT=limit,
         BLOCK=triton.next_power_of_2(limit + 1),
         num_warps=1,

@@ -37,10 +37,20 @@ def _num_programs(rows: int, longest: int) -> int:
 
 
 @triton.jit
-def _length_and_room(slot, num_computed, draft_limit, max_total, longest, LIMIT: tl.constexpr):
+def _length_and_room(
+    slot,
+    num_computed,
+    draft_limit,
+    max_total,
+    longest,
+    slot_stride,
+    limits_stride,
+    LIMIT: tl.constexpr,
+):
     """Return the number of a slot's known tokens, and how many drafts it may have."""
-    length = tl.load(num_computed + slot) + 1
-    room = tl.minimum(tl.load(draft_limit + slot), tl.load(max_total + slot) - length)
+    length = tl.load(num_computed + slot * slot_stride) + 1
+    limits = slot * limits_stride
+    room = tl.minimum(tl.load(draft_limit + limits), tl.load(max_total + limits) - length)
     room = tl.minimum(room, LIMIT)
     return length, tl.where(length <= longest, tl.maximum(room, 0), 0)
 
@@ -56,6 +66,8 @@ def _match(
     max_total,
     scratch,
     longest,
+    slot_stride,
+    limits_stride,
     tokens_stride,
     min_match,
     max_match,
@@ -72,7 +84,9 @@ def _match(
     if tl.load(marks + row) == 0:
         return
     slot = tl.load(slots + row).to(tl.int64)
-    length, room = _length_and_room(slot, num_computed, draft_limit, max_total, longest, LIMIT)
+    length, room = _length_and_room(
+        slot, num_computed, draft_limit, max_total, longest, slot_stride, limits_stride, LIMIT
+    )
     first = tl.program_id(1) * TILE
     if (room == 0) | (first >= length - 1):
         return
@@ -109,6 +123,8 @@ def _copy_drafts(
     max_total,
     scratch,
     longest,
+    slot_stride,
+    limits_stride,
     drafts_stride,
     tokens_stride,
     LIMIT: tl.constexpr,
@@ -124,7 +140,9 @@ def _copy_drafts(
     if tl.load(marks + row) == 0:
         return
     slot = tl.load(slots + row).to(tl.int64)
-    length, room = _length_and_room(slot, num_computed, draft_limit, max_total, longest, LIMIT)
+    length, room = _length_and_room(
+        slot, num_computed, draft_limit, max_total, longest, slot_stride, limits_stride, LIMIT
+    )
     best = tl.load(scratch + slot)
     count = tl.where(best > 0, room, 0)
     after = (best & 0xFFFFFFFF).to(tl.int32)
@@ -136,7 +154,7 @@ def _copy_drafts(
     tl.debug_barrier()
     tl.store(scratch + slot, tl.full((), 0, tl.int64))
     tl.store(drafts + slot * drafts_stride + draft, token, mask=draft < count)
-    tl.store(num_drafts + slot, count)
+    tl.store(num_drafts + slot * slot_stride, count)
 
 
 def look_up_drafts(
@@ -166,6 +184,8 @@ def look_up_drafts(
         tables.max_total,
         scratch,
         longest,
+        tables.num_computed.stride(0),
+        tables.max_total.stride(0),
         tables.tokens.stride(0),
         min_match,
         max_match,
@@ -186,6 +206,8 @@ def look_up_drafts(
         tables.max_total,
         scratch,
         longest,
+        tables.num_computed.stride(0),
+        tables.max_total.stride(0),
         tables.drafts.stride(0),
         tables.tokens.stride(0),
         LIMIT=limit,

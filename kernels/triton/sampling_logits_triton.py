@@ -48,15 +48,19 @@ def from_key(key, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def parameters_of(row, slots, temperature, top_k, top_p, min_p):
-    """Return a row's slot, and the sampling parameters of its request."""
-    slot = tl.load(slots + row).to(tl.int64)
+def parameters_of(row, slots, parameters, WORDS: tl.constexpr, PLACES: tl.constexpr):
+    """Return the sampling parameters of a row's request, and its seed.
+
+    PLACES: the indices of temperature, top_k, top_p, min_p and seed, whose low word comes first.
+    """
+    own = parameters + tl.load(slots + row).to(tl.int64) * WORDS
+    low = tl.load(own + PLACES[4]).to(tl.int64) & 0xFFFFFFFF
     return (
-        slot,
-        tl.load(temperature + slot),
-        tl.load(top_k + slot),
-        tl.load(top_p + slot),
-        tl.load(min_p + slot),
+        tl.load(own + PLACES[0]).to(tl.float32, bitcast=True),
+        tl.load(own + PLACES[1]),
+        tl.load(own + PLACES[2]).to(tl.float32, bitcast=True),
+        tl.load(own + PLACES[3]).to(tl.float32, bitcast=True),
+        (tl.load(own + PLACES[4] + 1).to(tl.int64) << 32) | low,
     )
 
 

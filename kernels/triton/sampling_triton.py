@@ -36,6 +36,8 @@ token every time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -74,6 +76,27 @@ _FEW = 512
 _LOW_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
+class SamplingWords(NamedTuple):
+    """Indices of a request's sampling parameters among the words of its slot."""
+
+    temperature: int
+    top_k: int
+    top_p: int
+    min_p: int
+    seed: int
+    """Index of the low word; the high word follows."""
+
+
+class Taken(NamedTuple):
+    """Where the tokens of a step without drafts go, so that its slots have advanced past them."""
+
+    last_sampled: Tensor
+    num_computed: Tensor
+    """int32 [S], of one stride: by slot, the token, and the number of tokens before it."""
+    out_ids: Tensor
+    """int32 [_, R] or wider, in any memory that the device can write."""
+
+
 def scratch_size(rows: int, vocab: int) -> int:
     """Return the int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
     return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
@@ -86,28 +109,26 @@ def sample_tokens(
     slots: Tensor,
     seq_lens: Tensor,
     samples: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
+    parameters: Tensor,
+    words: SamplingWords,
     scratch: Tensor,
-    last_sampled: Tensor,
-    out_ids: Tensor,
+    out: Tensor | Taken,
     pdl: bool = False,
 ) -> None:
     """Choose a token for each row that samples.
 
     It is the token that `sample` over `mask_top_k_top_p_min_p` of kernels/ops/sampling.py chooses.
-    It is written to last_sampled[slot] and to out_ids[header[1], row]. Ties go to the lower id. NaN
-    counts as minus infinity; a row without any finite logit gives some id of the vocabulary.
+    Ties go to the lower id. NaN counts as minus infinity; a row without any finite logit gives some
+    id of the vocabulary.
 
     logits [R, V] of any float type, each row contiguous. header int32: the number of rows that
-    count, and the row of out_ids to write. int32 [R]: slots; seq_lens, the positions of the noise;
-    samples, 0 where a row samples nothing. Tables by slot, [S]: temperature (0: greedy), top_p and
-    min_p float32; top_k (0: all) and last_sampled int32; seed int64. scratch int32 [scratch_size(R,
-    V)] or more, of any content before and after. out_ids int32 [_, R] or wider, in any memory that
-    the device can write. `pdl`: launch both kernels with programmatic dependent launch.
+    count, and the row of the output. int32 [R]: slots; seq_lens, the positions of the noise;
+    samples, 0 where a row samples nothing. parameters int32 [S, W]: by slot, the bits of
+    temperature (0: greedy), top_p and min_p (float32), top_k (0: all) and seed (int64), at the
+    indices `words`. scratch int32 [scratch_size(R, V)] or more, of any content before and after.
+    out: int32 [R] for the tokens alone; or tables, if the slots advance at once: then tokens go to
+    last_sampled[slot] and out_ids[header[1], row], and seq_lens to num_computed[slot]. `pdl`:
+    launch both kernels with programmatic dependent launch.
 
     Raises ValueError if scratch is too small and KeyError if logits are of another type.
     """
@@ -118,25 +139,29 @@ def sample_tokens(
         )
     low_bits = _LOW_BITS[logits.dtype]
     tiles = triton.cdiv(vocab, _TILE)
-    sizes = {"TILES": triton.next_power_of_2(tiles), "TILE": _TILE}
-    options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-    tables = (header, slots, seq_lens, samples, temperature, top_k, top_p, min_p, seed, scratch)
-    _score_tiles[(rows, tiles)](
-        logits, *tables, logits.stride(0), vocab, **sizes, num_warps=2, **options
-    )
+    options = {
+        "WORDS": parameters.stride(0),
+        "PLACES": tuple(words),
+        "TILES": triton.next_power_of_2(tiles),
+        "TILE": _TILE,
+        **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
+    }
+    inputs = (header, slots, seq_lens, samples, parameters, scratch)
+    _score_tiles[(rows, tiles)](logits, *inputs, logits.stride(0), vocab, num_warps=2, **options)
+    taken = out if isinstance(out, Taken) else Taken(out, out, out)
     _choose_tokens[(rows,)](
         logits,
-        *tables,
-        last_sampled,
-        out_ids,
+        *inputs,
+        *taken,
         logits.stride(0),
-        out_ids.stride(0),
+        taken.last_sampled.stride(0),
+        taken.out_ids.stride(0),
         vocab,
-        **sizes,
         CAPACITY=_CAPACITY,
         FEW=_FEW,
         STEP=_STEP,
         LOW_BITS=low_bits,
+        TAKES=isinstance(out, Taken),
         num_warps=16,
         **options,
     )
@@ -152,14 +177,12 @@ def _score_tiles(
     slots,
     seq_lens,
     samples,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
+    parameters,
     scratch,
     row_stride,
     vocab,
+    WORDS: tl.constexpr,
+    PLACES: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -172,7 +195,7 @@ def _score_tiles(
         return
     if tl.load(samples + row) == 0:
         return
-    slot, t, k, p, m = parameters_of(row, slots, temperature, top_k, top_p, min_p)
+    t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
@@ -184,7 +207,7 @@ def _score_tiles(
         if is_filtered(t, k, p, m, vocab):
             second = tl.sum(weight_of(x, best, scale), 0).to(tl.int32, bitcast=True)
         else:
-            first_key, second_key = noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
+            first_key, second_key = noise_keys(seed, tl.load(seq_lens + row))
             time = exponential(first_key, second_key, ids) * tl.exp2((best - x) * scale)
             time = tl.where(inside, time, INFINITY)
             shortest = tl.min(time, 0)
@@ -207,23 +230,24 @@ def _choose_tokens(
     slots,
     seq_lens,
     samples,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
+    parameters,
     scratch,
     last_sampled,
+    num_computed,
     out_ids,
     row_stride,
+    slot_stride,
     out_stride,
     vocab,
+    WORDS: tl.constexpr,
+    PLACES: tl.constexpr,
     TILES: tl.constexpr,
     TILE: tl.constexpr,
     CAPACITY: tl.constexpr,
     FEW: tl.constexpr,
     STEP: tl.constexpr,
     LOW_BITS: tl.constexpr,
+    TAKES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -235,7 +259,7 @@ def _choose_tokens(
     if tl.load(samples + row) == 0:
         return
     # 1. Load the row's parameters and the first kernel's results.
-    slot, t, k, p, m = parameters_of(row, slots, temperature, top_k, top_p, min_p)
+    t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
@@ -264,7 +288,7 @@ def _choose_tokens(
         if (k == 0) | (p >= 1):
             floor = tl.maximum(floor, minimum)
         # 3. Gather the tokens that are not below it, from the tiles that hold some of them.
-        first_key, second_key = noise_keys(tl.load(seed + slot), tl.load(seq_lens + row))
+        first_key, second_key = noise_keys(seed, tl.load(seq_lens + row))
         logits += row.to(tl.int64) * row_stride
         ids = scratch + tl.num_programs(0) * 3 * TILES + row.to(tl.int64) * 2 * CAPACITY
         values = (ids + CAPACITY).to(tl.pointer_type(tl.float32), bitcast=True)
@@ -335,5 +359,11 @@ def _choose_tokens(
     else:
         token = tl.min(tl.where(present & (score == top), second, NONE), 0)
     token = tl.minimum(token, vocab - 1)
-    tl.store(last_sampled + slot, token)
-    tl.store(out_ids + tl.load(header + 1) * out_stride + row, token)
+    if TAKES:
+        # It is what accept_triton does where there are no drafts.
+        slot = tl.load(slots + row).to(tl.int64) * slot_stride
+        tl.store(last_sampled + slot, token)
+        tl.store(num_computed + slot, tl.load(seq_lens + row))
+        tl.store(out_ids + tl.load(header + 1) * out_stride + row, token)
+    else:
+        tl.store(out_ids + row, token)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, Qwen2Config
 
 from sidestep import LLM, EngineStartError
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention
-from sidestep.executor.gpu import step_kernels
+from sidestep.executor.gpu import token_sampler
 from sidestep.kernels.triton import sampling_triton
 from tests.e2e.models import COMMON, FAMILIES, load_reference, random_prompts, write_model
 from tests.gpu.test_gpu_runner import collect, make_runner
@@ -55,7 +55,7 @@ def test_bfloat16_rounds_no_more_than_transformers(
         ours.append(values.float().clone())
         sample(values, **others)
 
-    monkeypatch.setattr(step_kernels, "sample_tokens", spy)
+    monkeypatch.setattr(token_sampler, "sample_tokens", spy)
     prompts = random_prompts(12, 331, longest=40)
     to_gpu: Any = PreTrainedModel.cuda  # without types
     theirs, exact = to_gpu(load_reference(path, torch.bfloat16)), to_gpu(load_reference(path))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from sidestep.executor.gpu import step_kernels
+from sidestep.executor.gpu import token_sampler
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -49,7 +49,7 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
         seen.append(values.float().clone())
         sample(values, **others)
 
-    monkeypatch.setattr(step_kernels, "sample_tokens", spy)
+    monkeypatch.setattr(token_sampler, "sample_tokens", spy)
     yield seen
 
 

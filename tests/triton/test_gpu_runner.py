@@ -107,7 +107,8 @@ def test_a_copied_block_and_another_token_than_the_sampled_one(
     parent, child = Request(range(1, 21), 3), Request([9], 3)
     begin, go_on = make_step([(0, 12, [0])], {0: parent}, 0), make_step([(0, 8, [1])], {}, 1)
     fork = make_step([(0, 1, []), (1, 1, [0, 2])], {1: child}, 2)
-    for name, value in {"num_known": 21, "num_prompt": 20, "num_computed": 20}.items():
+    lengths = {"num_known": 21, "num_prompt": 20, "num_computed": 20, "max_total": 23}
+    for name, value in lengths.items():
         fork.entering[name] = value
     fork.copy_sources, fork.copy_targets = np.array([1], np.int32), np.array([2], np.int32)
     fork.forced_slots, fork.forced_tokens = np.array([0], np.int32), np.array([4], np.int32)

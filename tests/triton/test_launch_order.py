@@ -131,7 +131,7 @@ def test_a_step_without_one_of_its_first_kernels_is_refused(
         if not checking:
             whole(*args, **others)
         elif left_out == "prepare_step":
-            args[3].zero_()  # token ids, which must be some
+            args[3].token_ids.zero_()  # they must be some
 
     monkeypatch.setattr(gpu_runner, "checked_order", kept)
     monkeypatch.setattr(where, left_out, perhaps)

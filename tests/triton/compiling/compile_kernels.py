@@ -58,6 +58,8 @@ PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 QUERIES = 5
 """Query tokens of a decode row that verifies drafts."""
+WORDS = 8
+"""Words of a slot's parameters."""
 SKINNY_ROWS = (1, 8, 16)
 STREAMED_ROWS = (64,)
 GATED_ROWS = (64, 256)
@@ -121,71 +123,54 @@ def launch_common(model: Model, page: int, window: int) -> None:
     block_copy_triton.copy_blocks(
         bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5)
     )
-    mask_logits_triton.mask_logits(bf16(ROWS, 128_256), i32(10_000), i32(2))
+    for queries in (1, QUERIES):
+        mask_logits_triton.mask_logits(
+            bf16(ROWS * queries, 128_256), i32(10_000), i32(2), i32(ROWS * queries), queries
+        )
     for logits in (bf16(ROWS, 151_936), f32(ROWS, 151_936)):
         token_masks_triton.mask_tokens(logits, i32(ROWS), i32(1024, 4748))
-    layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
-    sampling = {
-        name: kind(SLOTS)
-        for name, kind in {
-            "temperature": f32,
-            "top_k": i32,
-            "top_p": f32,
-            "min_p": f32,
-            "last_sampled": i32,
-        }.items()
-    }
-    sampling_triton.sample_tokens(
-        bf16(ROWS, 151_936),
-        header=i32(16),
-        slots=i32(ROWS),
-        seq_lens=i32(ROWS),
-        samples=i32(ROWS),
-        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"),
-        out_ids=i32(8, ROWS),
-        **sampling,
-        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
-        pdl=launch.has_pdl(torch.device("meta")),
-    )
-    # Special rows are sampled from float32.
-    sampling_triton.sample_tokens(
-        f32(ROWS, 151_936),
-        header=i32(16),
-        slots=i32(ROWS),
-        seq_lens=i32(ROWS),
-        samples=i32(ROWS),
-        seed=torch.empty(SLOTS, dtype=torch.int64, device="meta"),
-        out_ids=i32(8, ROWS),
-        **sampling,
-        scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
-        pdl=launch.has_pdl(torch.device("meta")),
-    )
+    progress = i32(SLOTS, 7)
+    taken = sampling_triton.Taken(progress[:, 1], progress[:, 0], i32(8, ROWS))
+    # Special rows are sampled from float32, and advance later.
+    for logits, out in ((bf16(ROWS, 151_936), taken), (f32(ROWS, 151_936), i32(ROWS))):
+        sampling_triton.sample_tokens(
+            logits,
+            header=i32(16),
+            slots=i32(ROWS),
+            seq_lens=i32(ROWS),
+            samples=i32(ROWS),
+            parameters=i32(SLOTS, WORDS),
+            words=sampling_triton.SamplingWords(0, 3, 1, 2, 4),
+            scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
+            out=out,
+            pdl=launch.has_pdl(torch.device("meta")),
+        )
     tables = prepare_step_triton.SlotTables(
-        i32(SLOTS, 600),
-        i32(SLOTS),
-        f32(SLOTS),
-        f32(SLOTS),
-        f32(SLOTS),
-        i32(SLOTS),
-        torch.empty(SLOTS, dtype=torch.int64, device="meta"),
+        i32(SLOTS, 600), i32(SLOTS, WORDS), progress, i32(SLOTS, 40_960), max_total=6
     )
-    prepare_step_triton.prepare_step(
-        i32(100_000), layout, tables, i32(TOKENS), i32(TOKENS), i32(TOKENS), i32(ROWS), page
-    )
+    for queries in (1, QUERIES):
+        inputs = prepare_step_triton.StepInputs(
+            *(i32(TOKENS) for _ in range(3)),
+            *(i32(ROWS) for _ in range(5)),
+            *(i32(ROWS * queries) for _ in range(3)),
+        )
+        layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
+        prepare_step_triton.prepare_step(i32(100_000), layout, tables, inputs, page, queries)
     launch_speculation(4)
 
 
 def launch_speculation(limit: int) -> None:
     """Launch the kernels of slots that have up to `limit` drafts."""
-    slot, width, rows = i32(SLOTS), 1 + limit, i32(ROWS)
+    progress, parameters = i32(SLOTS, 3 + limit), i32(SLOTS, WORDS)
+    width, rows = 1 + limit, i32(ROWS)
     tables = DraftTables(
-        last_sampled=slot,
-        num_computed=slot,
-        drafts=i32(SLOTS, limit),
-        num_drafts=slot,
+        last_sampled=progress[:, 1],
+        num_computed=progress[:, 0],
+        drafts=progress[:, 3:],
+        num_drafts=progress[:, 2],
         tokens=i32(SLOTS, 40_960),
-        draft_limit=slot,
-        max_total=slot,
+        draft_limit=parameters[:, 7],
+        max_total=parameters[:, 6],
     )
     accept_triton.accept(
         i32(ROWS * width),
@@ -195,7 +180,7 @@ def launch_speculation(limit: int) -> None:
         starts=rows,
         marks=rows,
         tables=tables,
-        out=AcceptedTokens(i32(8, ROWS * width), i32(8, ROWS), i32(8, ROWS), i32(8, ROWS)),
+        out=AcceptedTokens(i32(8, ROWS * width), *(i32(8, ROWS) for _ in range(4))),
     )
     ngram_triton.look_up_drafts(
         header=i32(16),

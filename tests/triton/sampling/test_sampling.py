@@ -12,11 +12,18 @@ from torch import Tensor
 
 from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, noise_bits, sample
 from sidestep.kernels.triton import sampling_noise_triton, sampling_triton
-from sidestep.kernels.triton.sampling_triton import sample_tokens, scratch_size
+from sidestep.kernels.triton.sampling_triton import (
+    SamplingWords,
+    Taken,
+    sample_tokens,
+    scratch_size,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE, CAPACITY = sampling_triton._TILE, sampling_triton._CAPACITY
 POISON = -77
+WORDS, WIDTH = SamplingWords(temperature=2, top_k=0, top_p=4, min_p=8, seed=5), 9
+"""Places of the parameters in a slot's words, and how many words it has."""
 # A filtered row takes the interpreter a third of a second.
 MANY = 20 if DEVICE == "cuda" else 1
 # In the interpreter, arithmetic with bf16 is wrong.
@@ -37,6 +44,7 @@ class Rows:
     samples: list[int] = field(default_factory=list)
     padding: int = 0
     last_sampled: Tensor = field(init=False)
+    num_computed: Tensor = field(init=False)
     out_ids: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -74,19 +82,26 @@ class Rows:
             # The padding is poison: a slot of this value would be a fault.
             return torch.tensor(values + [10**9] * self.padding, dtype=torch.int32, device=DEVICE)
 
-        def table(values: list[int] | list[float], dtype: torch.dtype) -> Tensor:
-            return (
-                torch.full((slots_in_all,), 10**9, dtype=dtype)
-                .index_copy(0, slots, torch.tensor(values, dtype=dtype))
-                .to(DEVICE)
-            )
+        parameters = torch.full((slots_in_all, WIDTH), 10**9, dtype=torch.int32)
+        for name, values, dtype in (
+            ("temperature", self.temperature, torch.float32),
+            ("top_k", self.top_k, torch.int32),
+            ("top_p", self.top_p, torch.float32),
+            ("min_p", self.min_p, torch.float32),
+            ("seed", self.seeds, torch.int64),
+        ):
+            words = torch.tensor(values, dtype=dtype).view(torch.int32)
+            words = words.view(rows, dtype.itemsize // 4)
+            first = getattr(WORDS, name)
+            parameters[slots, first : first + words.shape[1]] = words
 
         # Rows lie further apart than they are long, with logits between them that would win.
         logits = torch.full((padded, vocab + 5), 1000.0, dtype=self.logits.dtype, device=DEVICE)[
             :, :vocab
         ]
         logits[:rows] = self.logits.to(DEVICE)
-        self.last_sampled = torch.full((slots_in_all,), POISON, dtype=torch.int32, device=DEVICE)
+        progress = torch.full((slots_in_all, 3), POISON, dtype=torch.int32, device=DEVICE)
+        self.num_computed, self.last_sampled = progress[:, 0], progress[:, 1]
         self.out_ids = torch.full((3, padded + 2), POISON, dtype=torch.int32, device=DEVICE)
         sample_tokens(
             logits,
@@ -94,13 +109,9 @@ class Rows:
             slots=column(slots.tolist()),
             seq_lens=column(self.positions),
             samples=column(self.samples),
-            temperature=table(self.temperature, torch.float32),
-            top_k=table(self.top_k, torch.int32),
-            top_p=table(self.top_p, torch.float32),
-            min_p=table(self.min_p, torch.float32),
-            seed=table(self.seeds, torch.int64),
-            last_sampled=self.last_sampled,
-            out_ids=self.out_ids,
+            parameters=parameters.to(DEVICE),
+            words=WORDS,
+            out=Taken(self.last_sampled, self.num_computed, self.out_ids),
             scratch=torch.full(
                 (scratch_size(padded, vocab),), POISON, dtype=torch.int32, device=DEVICE
             ),
@@ -110,6 +121,9 @@ class Rows:
         last = torch.full((slots_in_all,), POISON, dtype=torch.int32)
         last[slots[wrote]] = torch.tensor(tokens, dtype=torch.int32)[wrote]
         assert self.last_sampled.tolist() == last.tolist()
+        lengths = torch.full((slots_in_all,), POISON, dtype=torch.int32)
+        lengths[slots[wrote]] = torch.tensor(self.positions, dtype=torch.int32)[wrote]
+        assert self.num_computed.tolist() == lengths.tolist()
         untouched = self.out_ids.clone()
         untouched[1, :rows] = POISON
         assert (untouched == POISON).all()
@@ -404,12 +418,8 @@ def test_too_small_a_scratch_is_refused() -> None:
             slots=column,
             seq_lens=column,
             samples=column,
-            temperature=column,
-            top_k=column,
-            top_p=column,
-            min_p=column,
-            seed=column,
+            parameters=column[None],
+            words=WORDS,
             scratch=torch.zeros(9, dtype=torch.int32),
-            last_sampled=column,
-            out_ids=column[None],
+            out=column,
         )

@@ -28,7 +28,7 @@ ODD = 10**9
 
 def outputs(rows: int, width: int) -> AcceptedTokens:
     return AcceptedTokens(
-        *(poisoned(3, count, dtype=torch.int32) for count in (rows * width, rows, rows, rows))
+        *(poisoned(3, count, dtype=torch.int32) for count in (rows * width, rows, rows, rows, rows))
     )
 
 
@@ -129,6 +129,22 @@ def test_a_step_without_drafts_tells_whether_the_first_one_was_right() -> None:
     assert accepted(one_slot([6, 7]), [6], 1) == ([6], 0, 1)
     assert accepted(one_slot([6, 7]), [7], 1) == ([7], 0, 0)
     assert accepted(one_slot([]), [99], 1) == ([99], 0, 0)
+
+
+def test_the_drafts_that_a_slot_had_are_told() -> None:
+    out = outputs(1, 1)
+    one = int32([1])
+    accept(
+        column([6]),
+        header=int32([1, 0]),
+        valid=one,
+        slots=int32([0]),
+        starts=int32([3]),
+        marks=one,
+        tables=one_slot([6, 7, 8]),
+        out=out,
+    )
+    assert (int(out.drafts[0, 0]), int(out.held[0, 0])) == (0, 3)
 
 
 def test_a_smaller_step_compares_one_draft_behind_its_own() -> None:

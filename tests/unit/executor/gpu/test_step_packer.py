@@ -13,10 +13,16 @@ import torch
 from sidestep.executor.gpu.step_packer import StepPacker, masked_logits
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, make_batch
+from sidestep.ipc.transport.slot_columns import DEVICE_WORDS, device_word
 from sidestep.kernels.triton.prepare_step_triton import (
+    DRAFTS,
+    LAST_SAMPLED,
     MASKED,
+    NUM_COMPUTED,
+    ROWS,
     SAMPLING,
     SlotTables,
+    StepInputs,
     StepLayout,
     prepare_step,
 )
@@ -32,15 +38,12 @@ def ints(*size: int) -> torch.Tensor:
 
 
 def new_tables(slots: int) -> SlotTables:
-    floats = [torch.full((slots,), -7.0, device=DEVICE) for _ in range(3)]
     return SlotTables(
         block_tables=ints(slots, LONGEST // BLOCK),
-        last_sampled=ints(slots),
-        temperature=floats[0],
-        top_p=floats[1],
-        min_p=floats[2],
-        top_k=ints(slots),
-        seed=ints(slots).long(),
+        parameters=ints(slots, DEVICE_WORDS),
+        progress=ints(slots, DRAFTS),
+        tokens=ints(slots, LONGEST),
+        max_total=device_word("max_total"),
     )
 
 
@@ -59,7 +62,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         for _ in range(7)
     ]
     state, tables = HostTables(7, LONGEST, BLOCK), new_tables(7)
-    tables.last_sampled.copy_(torch.arange(1000, 1007))
+    tables.progress[:, LAST_SAMPLED] = torch.arange(1000, 1007)
     largest = StepLayout(7, 50)
     packer = StepPacker(largest, LONGEST // BLOCK, ROTATION)
     message = ints(len(packer.buffers[0]))
@@ -73,27 +76,37 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         used = packer.pack(number % ROTATION, layout, batch, step)
         message.fill_(-7)
         message[:used].copy_(packer.buffers[number % ROTATION][:used])
-        token_ids, positions, slot_mapping, last = (
-            ints(tokens + 3),
-            ints(tokens + 3),
-            ints(tokens + 3),
-            ints(rows),
+        inputs = StepInputs(
+            *(ints(tokens + 3) for _ in range(3)),
+            *(ints(rows) for _ in range(5)),
+            *(ints(rows) for _ in range(3)),
         )
-        prepare_step(message, layout, tables, token_ids, positions, slot_mapping, last, BLOCK)
+        prepare_step(message, layout, tables, inputs, BLOCK)
         expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
-        assert token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
-        assert positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
-        assert slot_mapping.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
-        assert last.tolist() == (batch.query_starts[1:] - 1).tolist()
+        assert inputs.token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
+        assert inputs.positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
+        assert inputs.slot_mapping.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
+        assert inputs.last_tokens.tolist() == (batch.query_starts[1:] - 1).tolist()
+        assert inputs.seq_lens.tolist() == batch.seq_lens.tolist()
+        # The kernels that sample advance the slots.
+        tables.progress[batch.slots, NUM_COMPUTED] = inputs.seq_lens
         assert message[:MASKED].tolist() == [rows, batch.num_decode_rows, tokens]
         assert message[SAMPLING : SAMPLING + 2].tolist() == [rows, number % ROTATION]
+        assert message[ROWS : ROWS + 2].tolist() == [rows, number % ROTATION]
         at = layout.at("samples")
         assert message[at : at + rows].tolist() == batch.samples.astype(int).tolist()
     for slot, request in enumerate(requests):
-        assert tables.seed[slot] == request.seed
-        assert tables.top_k[slot] == request.top_k
-        given = [np.float32(v) for v in (request.temperature, request.top_p, request.min_p)]
-        assert [t[slot].item() for t in (tables.temperature, tables.top_p, tables.min_p)] == given
+        own = tables.parameters[slot].cpu().numpy()
+        at = device_word("seed")
+        assert own[at : at + 2].view(np.int64)[0] == request.seed
+        assert own[device_word("top_k")] == request.top_k
+        assert own[device_word("max_total")] == len(request.prompt) + request.max_tokens
+        for name in ("temperature", "top_p", "min_p"):
+            found = own[device_word(name)].view(np.float32)
+            assert found == np.float32(getattr(request, name))
+        computed = len(request.prompt) + request.max_tokens - 1
+        known = tables.tokens[slot, : len(request.prompt)].tolist()
+        assert tables.progress[slot, NUM_COMPUTED] == computed and known == request.prompt
         held = int(state.num_blocks[slot])
         assert tables.block_tables[slot, :held].tolist() == state.block_table[slot, :held].tolist()
 
@@ -117,7 +130,8 @@ def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:
         found = masked_logits(state, batch.slots, batch.seq_lens, batch.samples)
         listed.append(list(zip(*(column.tolist() for column in found), strict=True)))
     # Row 2's prompt ends in the second step only; then each row has one output fewer to wait for.
-    assert listed == [[(1, 5), (1, 9)], [(1, 5), (1, 9), (2, 4)], []]
+    first, then = (1, 5, 4), (1, 9, 4)
+    assert listed == [[first, then], [first, then, (2, 4, 5)], []]
 
 
 def test_special_and_masked_rows_are_left_to_others() -> None:
@@ -135,5 +149,6 @@ def test_special_and_masked_rows_are_left_to_others() -> None:
     used = packer.pack(0, layout, batch, step, Apart(special=np.array([1]), masked=np.array([3])))
     words = packer.buffers[0].numpy()
     assert words[layout.at("samples") :][:4].tolist() == [1, 0, 1, 0]
-    assert words[used - 6 : used].tolist() == [0, 2, 3, 4, 6, 7]
+    used -= 4 * DEVICE_WORDS  # the records come last
+    assert words[used - 9 : used].tolist() == [0, 2, 3, 4, 6, 7, 3, 3, 3]
     assert batch.samples.all()
