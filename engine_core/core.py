@@ -102,9 +102,10 @@ class EngineCore:
             self._send_masks()
             outputs += self.scheduler.update(output).items()
         # 3. Send the next call of a frontend, and take the requests that have waited for calls.
-        self._answers += self.calls.turn()
-        for message in self.calls.take_held():
-            self.handle(message)
+        if self.calls.has_any:
+            self._answers += self.calls.turn()
+            for message in self.calls.take_held():
+                self.handle(message)
         # 4. Queue the next step behind it. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:

@@ -89,6 +89,11 @@ class WorkerCalls:
     # The turn.
 
     @property
+    def has_any(self) -> bool:
+        """Whether a turn may have something to do; most often it has not."""
+        return bool(self._waiting or self._sent or self._held)
+
+    @property
     def holds_requests(self) -> bool:
         """Whether new requests must wait."""
         first = [*self._sent.values(), *([self._waiting[0]] if self._waiting else [])]

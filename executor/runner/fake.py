@@ -21,6 +21,7 @@ import numpy as np
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.fake_profile import FakeProfile
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.executor.speculation.proposer import drafts_of_forced, make_proposer
 from sidestep.ipc.params.logits_controls import Controls, decode_controls
 from sidestep.ipc.transport.slot_columns import empty_tables
@@ -35,6 +36,7 @@ from sidestep.ipc.transport.step import (
 )
 from sidestep.ipc.transport.worker_calls import (
     CallResult,
+    PrepareWeights,
     Sleep,
     StartProfile,
     StopProfile,
@@ -284,6 +286,10 @@ class FakeRunner(Runner):
         if self._is_asleep:
             self._is_asleep, self._cache = False, self._empty_cache()
         return {}
+
+    def prepare_weights(self, call: PrepareWeights) -> CallResult:
+        """Refuse: the tokens follow from a script."""
+        raise CallRefusedError("the fake device has no weights")
 
     def _empty_cache(self) -> list[list[int]]:
         return [[0] * self._block_size for _ in range(self._num_blocks)]

@@ -33,6 +33,8 @@ def test_outputs_after_a_sleep_are_those_before_it(
         assert llm.is_sleeping()
         with pytest.raises(SidestepError, match="the engine sleeps"):
             tokens_of(llm)
+        with pytest.raises(WorkerCallError, match="the engine sleeps at level .; wake it up first"):
+            llm.update_weights(path)
         llm.wake_up()
         assert tokens_of(llm) == before
 

@@ -1,4 +1,4 @@
-"""Calls to the workers of whole engines on the fake device: profiles and sleep."""
+"""Calls to the workers of whole engines on the fake device: profiles, sleep, new weights."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_a_deadline_holds_while_the_engine_sleeps(make_llm: MakeLLM) -> No
 
 async def test_sleep_waits_for_running_requests_or_is_refused_in_time(make_llm: MakeLLM) -> None:
     llm = make_llm(fake_step_ms=1.0, data_parallel_size=2)
-    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 300))
+    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 1000))
     while not (await llm.get_stats())["num_running"]:
         await asyncio.sleep(0)
     with pytest.raises(WorkerCallError, match="sleep: requests still ran after 0 s"):
@@ -123,21 +123,23 @@ async def test_sleep_waits_for_running_requests_or_is_refused_in_time(make_llm: 
     assert not await llm.is_sleeping(), "the other replica was idle, and has been woken"
     assert not running.done()
     await llm.sleep()
-    assert running.done() and len(running.result()) == 300
+    assert running.done() and len(running.result()) == 1000
 
 
 async def test_a_sleep_that_is_cancelled_while_it_waits_does_not_begin(make_llm: MakeLLM) -> None:
     llm = make_llm(fake_step_ms=1.0)
-    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 200))
+    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 2000))
     while not (await llm.get_stats())["num_running"]:
         await asyncio.sleep(0)
     sleep = asyncio.create_task(llm.sleep())
     behind = asyncio.create_task(tokens_of(llm, [4, 5], 5))
     while not (await llm.get_stats())["num_waiting"]:
         await asyncio.sleep(0)
-    sleep.cancel()
+    assert sleep.cancel()
     assert len(await behind) == 5 and not running.done()
-    assert len(await running) == 200 and not await llm.is_sleeping()
+    running.cancel()
+    await until_idle(llm)
+    assert not await llm.is_sleeping()
 
 
 async def test_a_worker_that_dies_asleep_is_noticed(make_llm: MakeLLM) -> None:
@@ -152,3 +154,10 @@ async def test_a_worker_that_dies_asleep_is_noticed(make_llm: MakeLLM) -> None:
 async def test_other_levels_are_refused(level: int, make_llm: MakeLLM) -> None:
     with pytest.raises(ValidationError, match="^level: must be 1 or 2"):
         await make_llm().sleep(level)
+
+
+async def test_a_device_without_weights_says_so(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm()
+    with pytest.raises(WorkerCallError, match="prepare_weights: the fake device has no weights"):
+        await llm.update_weights(str(tmp_path))
+    assert len(await tokens_of(llm, [1, 2, 3], 9)) == 9

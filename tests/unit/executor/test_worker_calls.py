@@ -176,6 +176,17 @@ def test_a_runner_without_the_method_refuses_by_name() -> None:
     assert answer == CallAnswer(number=3, error="wake_up: TakesCalls does not take this call")
 
 
+def test_any_other_exception_ends_the_worker() -> None:
+    """The rank may be left in any state, so the engine cannot go on."""
+
+    class Broken(TakesCalls):
+        def wake_up(self, call: WakeUp) -> CallResult:
+            raise RuntimeError("half of it is done")
+
+    with pytest.raises(RuntimeError, match="half of it is done"):
+        Broken().answer(SentCall(number=0, call=WakeUp()))
+
+
 @pytest.mark.parametrize("call", ALL_CALLS, ids=lambda call: call.__name__)
 def test_every_call_crosses_the_wire(call: Any) -> None:
     fields = {name: 1 if name == "level" else "/x" for name in call.__struct_fields__}
@@ -202,9 +213,7 @@ def test_the_methods_of_every_runner_take_the_calls_of_their_names(device: str) 
     """A call without a method is refused by `TakesCalls.answer`; the fake device has no weights."""
     runner: Any = registry.load(registry.RUNNERS[device])
     missing = {name(call) for call in ALL_CALLS if not hasattr(runner, name(call))}
-    assert missing == (
-        {"prepare_weights", "apply_weights", "drop_weights"} if device == "fake" else set()
-    )
+    assert missing == ({"apply_weights", "drop_weights"} if device == "fake" else set())
     for call in ALL_CALLS:
         if name(call) not in missing:
             types = get_type_hints(getattr(runner, name(call)))

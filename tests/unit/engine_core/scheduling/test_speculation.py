@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sidestep.engine_core.scheduling.draft_budget import DraftBudget, tiers_of
+from sidestep.engine_core.scheduling.draft_budget import DraftBudget
 from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.executor.runner.fake import expected_tokens
-from sidestep.ipc.model.speculative_config import SpeculativeConfig
+from sidestep.ipc.model.speculative_config import SpeculativeConfig, tiers_of
 from sidestep.ipc.transport.step import StepOutput
 from tests.fakes import VOCAB_SIZE, Clock, Engine, make_request, make_scheduler
 from tests.small_grammars import SmallGrammars, small_grammar

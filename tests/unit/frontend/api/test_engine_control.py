@@ -33,6 +33,12 @@ async def until_called(channel: FakeChannel, call: WorkerCall) -> CallWorkers:
     return found[-1]
 
 
+async def some_turns() -> None:
+    """Let the event loop handle what has come."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @pytest.fixture
 def channels() -> list[FakeChannel]:
     return [FakeChannel(), FakeChannel()]
@@ -52,7 +58,7 @@ async def test_all_replicas_are_called_and_all_must_answer(
     task = asyncio.create_task(llm.start_profile("/f"))
     first, second = [await until_called(channel, PROFILE) for channel in channels]
     channels[0].say(Answer(call_id=first.call_id, results=[{}]))
-    await asyncio.sleep(0.01)
+    await some_turns()
     assert not task.done()
     channels[1].say(Answer(call_id=second.call_id, results=[{}]))
     await task
@@ -132,7 +138,7 @@ async def test_new_weights_are_used_when_all_replicas_have_read_them(
     task = asyncio.create_task(llm.update_weights(folder))
     await answer(channels[0], PrepareWeights(folder=folder))
     await until_called(channels[1], PrepareWeights(folder=folder))
-    await asyncio.sleep(0.01)
+    await some_turns()
     assert len(calls_of(channels[0])) == 1
     await answer(channels[1], PrepareWeights(folder=folder))
     for channel in channels:
