@@ -62,6 +62,8 @@ def make_params(number: int) -> SamplingParams:
     ]
     for chosen in rng.sample(some, rng.choice([0, 1, 1, 2])):
         asked |= chosen
+    if "structured_outputs" in asked:
+        asked.pop("min_tokens", None)
     return SamplingParams(**asked, seed=number)
 
 
