@@ -48,7 +48,7 @@ from benchmarks.kernels.gpu_timing import (
     microseconds,
 )
 from benchmarks.kernels.gpu_tuning import tune_layer, write_products
-from sidestep.kernels.triton.decode_attention_triton import decode_config
+from sidestep.kernels.triton.decode_attention_triton import config_of
 from sidestep.kernels.triton.prefill_attention_triton import prefill_config
 from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
@@ -79,7 +79,8 @@ def decode_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             for block_size, queries in (*((size, 1) for size in sizes), (64, SEVERAL_QUERIES)):
                 case = Decode(model, lengths, block_size, queries=queries)
                 floor = ceilings.floor(case.bytes)
-                took = attempt(lambda case=case: case.time(decode_config(128, 2, case.model.heads)))
+                used = config_of(128, 2, model.heads, model.kv_heads, queries)
+                took = attempt(lambda case=case, used=used: case.time(used))
                 library = (
                     attempt(case.library)
                     if len(set(lengths)) == 1 and block_size == 64

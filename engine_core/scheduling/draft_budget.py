@@ -19,9 +19,9 @@ from sidestep.ipc.model.speculative_config import SpeculativeConfig, tiers_of
 from sidestep.ipc.transport.step import StepOutput
 
 _WEIGHT = 0.1
-"""Weight of a new value in a running mean."""
-_TELLING = 32
-"""Rows that a step needs for its acceptance to have its full weight."""
+"""Weight of a new time in a running mean."""
+_WINDOW, _PRIOR = 100, 4
+"""Number of the last drafts whose acceptance counts, and how many the rate at the start is like."""
 _BETTER = 1.05
 """How many times as many tokens a second another number of drafts must promise."""
 _STAYS, _TRIES = 16, 4
@@ -49,16 +49,23 @@ class _Time:
 class _Acceptance:
     """How often a draft is accepted, given that the one before it was."""
 
-    rate: float
-    weight: float = 0.0
+    right: float
+    """Accepted drafts, the older the less."""
+    total: float = _PRIOR
+    """Drafts that could have been accepted, likewise."""
+
+    @property
+    def rate(self) -> float:
+        """The share of accepted drafts, lately."""
+        return self.right / self.total
 
     def learn(self, accepted: int, of: int) -> None:
         """Take the accepted drafts of a step, and how many could have been accepted."""
         if not of:
             return
-        weight = max(_WEIGHT * min(1.0, of / _TELLING), 1 / (1 + self.weight))
-        self.weight = min(1 / _WEIGHT, self.weight + min(1.0, of / _TELLING))
-        self.rate += min(0.5, weight) * (accepted / of - self.rate)
+        kept = _WINDOW / (_WINDOW + of)
+        self.right = (self.right + accepted) * kept
+        self.total = (self.total + of) * kept
 
 
 @dataclass(slots=True)
@@ -82,7 +89,8 @@ class DraftBudget:
         self._is_fixed = config is not None and not config.adaptive
         self._tiers = tiers_of(self._most)
         # The first draft is rarely right in general, and a later one mostly is if those before are.
-        self._accepted = [_Acceptance(0.5), *(_Acceptance(0.8) for _ in range(1, self._most))]
+        rates = [0.5, *([0.8] * (self._most - 1))]
+        self._accepted = [_Acceptance(rate * _PRIOR) for rate in rates]
         self._times: dict[tuple[int, int], _Time] = {}
         self._num_steps = 0
         self._chosen: dict[int, tuple[int, int]] = {}
@@ -143,7 +151,7 @@ class DraftBudget:
             return time.seconds
         known = [t for k, t in self._times if k == kind]
         if not known:
-            return 1.0 + (_OVERHEAD - 1) * tier / self._most
+            return 1.0 + self._most * tier  # first a few steps without drafts, which tell most
         nearest = min(known, key=lambda other: abs(other - tier))
         longer = (1 + tier) / (1 + nearest) if tier < nearest else _OVERHEAD
         return self._times[kind, nearest].seconds * longer

@@ -53,8 +53,8 @@ class AttentionSetup:
     norm_eps: float
     max_rows: int
     """Most rows of a step."""
-    max_queries: int = 1
-    """Most query tokens of a decode row, see `DeviceRows.queries`."""
+    queries: tuple[int, ...] = (1,)
+    """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
 
 
 @dataclass(frozen=True, kw_only=True)

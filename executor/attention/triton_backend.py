@@ -15,8 +15,8 @@ from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from sidestep.kernels.triton.decode_attention_triton import (
     DecodeScratch,
+    config_of,
     decode_attention,
-    decode_config,
 )
 from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.triton.qkv_rope_triton import Rope, qkv_rope
@@ -58,15 +58,24 @@ class TritonAttention(AttentionBackend):
         )
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
-        self._scratch = DecodeScratch(
-            shape.num_heads,
-            shape.num_kv_heads,
-            shape.head_dim,
-            setup.max_rows,
-            setup.device,
-            decode_config(shape.head_dim, setup.dtype.itemsize, shape.num_heads),
-            setup.max_queries,
-        )
+        self._scratches = {
+            queries: DecodeScratch(
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
+                setup.max_rows,
+                setup.device,
+                config_of(
+                    shape.head_dim,
+                    setup.dtype.itemsize,
+                    shape.num_heads,
+                    shape.num_kv_heads,
+                    queries,
+                ),
+                queries,
+            )
+            for queries in setup.queries
+        }
         many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
         self._plans = {
             (window, size): (
@@ -85,6 +94,7 @@ class TritonAttention(AttentionBackend):
         # Steps with prompts have one form. The cost of looking at the ends of many rows is nothing
         # beside the prompts, and a second form would add two of the kernels that take longest to
         # compile.
+        self._scratch = self._scratches[batch.rows.queries]
         few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
         size = self._sizes[0] if few else self._sizes[1]
         self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}

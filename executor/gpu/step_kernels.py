@@ -36,6 +36,7 @@ from sidestep.executor.sampling.prompt_logprobs import (
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
+from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.ops.token_masks import mask_tokens
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
@@ -133,7 +134,7 @@ class StepKernels:
                 rotary=self._rotary,
                 norm_eps=self._args.spec.rms_norm_eps,
                 max_rows=self._limits.max_num_seqs,
-                max_queries=1 + self._limits.num_drafts,
+                queries=tuple(1 + tier for tier in tiers_of(self._limits.num_drafts)),
             )
         )
 

@@ -62,6 +62,19 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
     return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
 
 
+def config_of(
+    head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, queries: int
+) -> DecodeConfig:
+    """Return the configuration for rows of `queries` query tokens."""
+    several = queries > 1 and queries * (num_heads // num_kv_heads) <= _ONE_WARP
+    if several and head_dim * itemsize <= 256:
+        # Small tiles of one warp spread the short rows of a small batch over all processors.
+        return DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
+    return decode_config(head_dim, itemsize, num_heads)
+
+
+_ONE_WARP = 16
+"""Rows of queries of a KV head for which one warp has the registers."""
 LOWEST = tl.constexpr(-3.0e38)
 """A number below all scores."""
 MOST_QUERIES = 8

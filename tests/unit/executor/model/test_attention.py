@@ -122,7 +122,7 @@ class Sequences:
                 rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE),
                 norm_eps=EPS,
                 max_rows=rows,
-                max_queries=5,
+                queries=(1, 2, 3, 4, 5),
             )
         )
         self.windows, self.longest = windows, longest
