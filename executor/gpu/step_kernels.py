@@ -93,6 +93,10 @@ class StepKernels:
 
     def _load_model(self) -> None:
         self._model = load_model(self._args, self._parallel, self._dtype, self._device)
+        if self._device.type == "cuda":
+            # Otherwise later buffers would lie among memory that loading has used, between the
+            # weights, and keep it from the device when the weights are freed (see sleep).
+            torch.cuda.empty_cache()
         self._rotary = load_rotary(self._args, self._device)
         if self._stage.is_last:
             self._logits = self._model.new_logits(most_queries(self._limits))

@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sidestep import LLM, SamplingParams
+from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
+from sidestep.ipc.model.dense_size import layer_size
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
 
 pytestmark = pytest.mark.gpu
@@ -24,8 +27,15 @@ RANKS = [
 
 
 def engine(path: str, ranks: int = 1, **options: Any) -> LLM:
-    defaults = {"dtype": "float32", "kv_cache_memory_bytes": CACHE_BYTES, "max_num_seqs": 32}
+    defaults = {"dtype": "float32", "num_kv_blocks": num_blocks(path, ranks), "max_num_seqs": 32}
     return LLM(path, tensor_parallel_size=ranks, **{**defaults, **options})
+
+
+def num_blocks(path: str, ranks: int) -> int:
+    """Return the blocks that take CACHE_BYTES on each rank, in float32."""
+    spec = load_model_spec(path)
+    token_bytes = spec.num_layers * layer_size(spec, ranks).kv_per_token * 4
+    return CACHE_BYTES // (token_bytes * GPU_BLOCK_SIZE)
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
@@ -56,7 +66,7 @@ def test_a_sleep_frees_the_weights_too(model_folder: Path) -> None:
         num_hidden_layers=4,
     )
     weights = (Path(path) / "model.safetensors").stat().st_size
-    with engine(path, kv_cache_memory_bytes=64 << 20, max_num_batched_tokens=256) as llm:
+    with engine(path, num_kv_blocks=64, max_num_batched_tokens=256) as llm:
         before, (free, _) = tokens_of(llm), torch.cuda.mem_get_info(0)
         for level in (1, 2):
             llm.sleep(level)
