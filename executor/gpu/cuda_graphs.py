@@ -131,6 +131,8 @@ class CudaGraphs:
         """Start without graphs. run: launches all kernels of a step of given sizes."""
         self._run = run
         self._pool = torch.cuda.graph_pool_handle()
+        # One stream for all: the library of products keeps some memory for each stream.
+        self._stream = torch.cuda.Stream()
         self._decode: list[StepGraph] = []
         self._mixed: list[StepGraph] = []
         self._drafting: dict[int, list[StepGraph]] = {}
@@ -151,7 +153,7 @@ class CudaGraphs:
         """
         layout = sizes.layout
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Other threads may call CUDA during the capture (one waits for an earlier step).

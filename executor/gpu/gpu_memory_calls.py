@@ -69,6 +69,11 @@ class GpuMemoryCalls(StepKernels, TakesWeights, SleepingRunner):
         else:
             del self._model
         gc.collect()
+        # The library of products keeps memory for each stream that it has run on, which lies in the
+        # pool of the graphs that were captured there.
+        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # no build for CPUs has it
+        if clear is not None:
+            clear()
         torch.cuda.empty_cache()
         self._freed_bytes = torch.cuda.mem_get_info(self._device)[0] - free
         return self._freed_bytes

@@ -111,3 +111,10 @@ def test_outputs_are_the_same_with_drafts(engines: Engines, setting: dict[str, A
 def test_two_ranks_accept_the_same_drafts(engines: Engines) -> None:
     drafted = engines.get(speculative_config=SETTINGS[1], tensor_parallel_size=2)
     assert outputs(drafted, 30) == outputs(engines.get(tensor_parallel_size=2), 30)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_all_stages_of_a_pipeline_know_what_was_accepted(engines: Engines, stages: int) -> None:
+    drafted = engines.get(speculative_config=SETTINGS[1], pipeline_parallel_size=stages)
+    assert outputs(drafted, 30) == outputs(engines.get(), 30)
+    assert drafted.get_stats()["spec_decode_num_accepted_tokens"] > 0
