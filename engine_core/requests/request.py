@@ -185,8 +185,10 @@ class Request:
         num_drafts: drafts it was planned with. num_accepted: drafts that it has accepted.
         """
         self.num_sampling -= 1
-        self.num_placeholders -= 1 + num_drafts
-        self.num_computed -= num_drafts - num_accepted
+        self.num_placeholders -= 1
+        if num_drafts:
+            self.num_placeholders -= num_drafts
+            self.num_computed -= num_drafts - num_accepted
 
     def postpone_sample(self, num_drafts: int) -> None:
         """Take a sample out of the newest step; the next step computes the token again.
@@ -199,18 +201,14 @@ class Request:
         self.num_computed -= 1 + num_drafts
         self.is_new = True
 
-    def finish_of(
-        self, token: int, *, ends_grammar: bool = False
-    ) -> tuple[FinishReason, int | None] | None:
+    def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Append a sampled token; return why the request ends with it, or None.
 
-        ends_grammar: whether all that could follow the token in its grammar is the end.
+        The end of its grammar is not looked at.
         """
         self.token_ids.append(token)
         if token in self.stop_ids and self.num_outputs >= max(1, self.sampling.min_tokens):
             return FinishReason.STOP, None if token in self.eos_ids else token
-        if ends_grammar:
-            return FinishReason.STOP, None
         if len(self.token_ids) >= self.max_total:
             return FinishReason.LENGTH, None
         detection = self.sampling.repetition_detection

@@ -6,7 +6,7 @@ messages.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sidestep.engine_core.groups.beam_search import Candidates
 from sidestep.engine_core.groups.beams import BeamGroup, candidates_of_beams
@@ -75,10 +75,11 @@ class StepResults:
         )
         self._count_drafts(plan, output)
         # 1. Tokens replace placeholders. Tokens of requests that have ended are dropped.
+        late, most = plan.late, plan.num_drafts
         for request, tokens in zip(plan.sampling, output.by_row(), strict=True):
-            if request in plan.late:
+            if late and request in late:
                 continue
-            request.take_sample(plan.drafts_of(request), len(tokens) - 1)
+            request.take_sample(plan.drafts_of(request) if most else 0, len(tokens) - 1)
             if request.status is RequestStatus.FINISHED:
                 continue
             if candidates and isinstance(request.group, BeamGroup):
@@ -102,18 +103,23 @@ class StepResults:
             request.num_verified += drafts
             request.num_accepted += size - 1
 
-    def _take_tokens(self, request: Request, tokens: list[int]) -> None:
+    def _take_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Take a row's tokens in their order, up to the one that ends the request."""
-        outbox = self._outboxes.of(request.client)
+        outbox, handle = self._outboxes.of(request.client), request.handle
         if request.timing.first_token is None:
             request.timing.first_token_at(self._clock())
-        finish, end = None, -1 if request.grammar is None else request.grammar.end
-        for index, token in enumerate(tokens):
-            outbox.handles.append(request.handle)
+        ends_grammar = False
+        if request.grammar is not None and request.grammar.end >= 0:
+            tokens, ends_grammar = tokens[: request.grammar.end + 1], True
+        finish = None
+        for token in tokens:
+            outbox.handles.append(handle)
             outbox.tokens.append(token)
-            finish = request.finish_of(token, ends_grammar=index == end)
+            finish = request.finish_of(token)
             if finish is not None:
                 break
+        if ends_grammar and (finish is None or finish[0] is not FinishReason.STOP):
+            finish = FinishReason.STOP, None
         # A block that has become full can be shared from now on.
         if (
             min(request.num_computed, len(request.token_ids)) // self._kv.block_size

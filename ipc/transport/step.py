@@ -28,7 +28,7 @@ long as those bytes are.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain, pairwise, repeat
 from typing import Any, Self
@@ -338,18 +338,18 @@ class StepOutput(Columns):
     next_drafts: Int32 = field(default_factory=_no_ids)
     """[sum(next_sizes)] Those drafts."""
 
-    def by_row(self) -> Iterator[list[int]]:
+    def by_row(self) -> Iterator[Sequence[int]]:
         """Return an iterator over the tokens of each row that sampled."""
         return _by_row(self.token_ids, self.sizes)
 
-    def next_by_row(self) -> Iterator[list[int]]:
+    def next_by_row(self) -> Iterator[Sequence[int]]:
         """Return an iterator over the next drafts of each row that sampled."""
         return _by_row(self.next_drafts, self.next_sizes)
 
 
-def _by_row(column: Int32, sizes: Int32) -> Iterator[list[int]]:
-    values = column.tolist()
+def _by_row(column: Int32, sizes: Int32) -> Iterator[Sequence[int]]:
+    values: list[int] = column.tolist()
     if not len(sizes):
-        return ([value] for value in values)
+        return zip(values, strict=True)
     ends = list(accumulate(sizes.tolist(), initial=0))
     return (values[begin:end] for begin, end in pairwise(ends))
