@@ -111,14 +111,16 @@ class StepResults:
         ends_grammar = False
         if request.grammar is not None and request.grammar.end >= 0:
             tokens, ends_grammar = tokens[: request.grammar.end + 1], True
-        finish = None
+        finish, left = None, len(tokens)
         for token in tokens:
             outbox.handles.append(handle)
             outbox.tokens.append(token)
+            left -= 1
             finish = request.finish_of(token)
             if finish is not None:
                 break
-        if ends_grammar and (finish is None or finish[0] is not FinishReason.STOP):
+        # Its length may have ended it before its grammar does.
+        if ends_grammar and not left and (finish is None or finish[0] is not FinishReason.STOP):
             finish = FinishReason.STOP, None
         # A block that has become full can be shared from now on.
         if (

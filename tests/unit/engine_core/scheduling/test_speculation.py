@@ -137,6 +137,21 @@ def test_tokens_that_a_grammar_forces_are_drafts() -> None:
     assert engine.scheduler.stats()["spec_decode_num_accepted_tokens"] >= 12
 
 
+@pytest.mark.parametrize("most", range(1, 14))
+def test_a_length_within_a_run_that_ends_the_grammar(most: int) -> None:
+    """The run goes on behind the last token that the request may have."""
+    clock = Clock()
+    grammars, form = SmallGrammars(clock), small_grammar("(abcd){3}")
+    engine = Engine(make_scheduler(eos=(0,), clock=clock, grammars=grammars, speculative=fixed(5)))
+    engine.scheduler.add(make_request([1, 2], most, grammar=form))
+    engine.run()
+    wanted = grammars.expected_tokens(form, [1, 2], 40, 0)
+    finish = engine.finished[0]
+    assert engine.tokens[0] == wanted[:most]
+    assert finish.completes_grammar == (most >= len(wanted))
+    assert str(finish.reason) == ("stop" if most >= len(wanted) else "length")
+
+
 @pytest.mark.parametrize("rate", [0.3, 0.7, 1.0])
 def test_the_reported_acceptance_is_the_one_that_was_built_in(rate: float) -> None:
     engine = Engine(
