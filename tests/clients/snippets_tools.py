@@ -119,6 +119,7 @@ def a_call_parsed_into_a_pydantic_model() -> None:
         tools=[tool],
         max_tokens=1000,
         top_p=0.9,
+        seed=1,
         tool_choice="required",
         parallel_tool_calls=False,
     )
