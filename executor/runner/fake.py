@@ -211,8 +211,9 @@ class FakeRunner(Runner):
         self._controls = [Controls()] * slots
         self._masks = FakeMasks(self._vocab_size)
         self._drafts: list[list[int]] = [[] for _ in range(slots)]
-        self._speculation = args.scheduler.speculation
-        self._proposer = make_proposer(self._speculation, self._vocab_size, self._next_tokens)
+        self._proposer = make_proposer(
+            args.scheduler.speculation, self._vocab_size, self._next_tokens
+        )
         self._profile = FakeProfile(args)
 
     def load(self) -> WorkerReady:
