@@ -19,7 +19,9 @@ os.environ.update(
 )  # before torch loads MKL: tests run models in their own process too
 
 import torch
+from xdist.remote import Producer
 
+from tests.file_schedule import FileSchedule
 from tests.process_state import open_standard_input, take_interrupts
 from tests.threads import one_torch_thread
 
@@ -55,6 +57,12 @@ def pytest_xdist_auto_num_workers() -> int:
     )
     memory: int = psutil.virtual_memory().available
     return max(1, min(cores * 3 // 2, MOST_PROCESSES, memory // BYTES_PER_PROCESS))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> FileSchedule | None:
+    """Return the schedule by files that goes on when a test process dies."""
+    return FileSchedule(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="module")
