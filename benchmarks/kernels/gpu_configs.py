@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from benchmarks.kernels.gpu_layers import Configs
 from benchmarks.kernels.gpu_models import Model
+from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.prefill_attention_triton import PrefillConfig
 from sidestep.kernels.products import streamed_config
 from sidestep.kernels.products.gated_gemm_triton import GatedConfig
 from sidestep.kernels.products.own_linear import Config
 from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfig
 from sidestep.kernels.products.tuned_products import ROWS
-from sidestep.kernels.triton.decode_attention_triton import DecodeConfig
-from sidestep.kernels.triton.prefill_attention_triton import PrefillConfig
 
 TUNED_ROWS = ROWS
 """One number of rows of each class that kernels/products/tuned_products.py tells apart."""

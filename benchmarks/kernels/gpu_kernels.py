@@ -48,9 +48,9 @@ from benchmarks.kernels.gpu_timing import (
     microseconds,
 )
 from benchmarks.kernels.gpu_tuning import tune_layer, write_products
-from sidestep.kernels.triton.decode_attention_triton import config_of
-from sidestep.kernels.triton.prefill_attention_triton import prefill_config
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
+from sidestep.kernels.attention.decode_config import config_of
+from sidestep.kernels.attention.prefill_attention_triton import prefill_config
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
 

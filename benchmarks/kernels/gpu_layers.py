@@ -15,16 +15,12 @@ from torch import Tensor
 from benchmarks.kernels.gpu_attention import Paged
 from benchmarks.kernels.gpu_models import Model
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, microseconds
+from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 from sidestep.kernels.products.own_linear import Config, add_own_linear, own_linear
-from sidestep.kernels.triton.decode_attention_triton import (
-    DecodeConfig,
-    DecodeScratch,
-    decode_attention,
-    decode_config,
-)
-from sidestep.kernels.triton.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
 
 Configs = dict[str, Config | None]

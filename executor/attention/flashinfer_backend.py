@@ -25,7 +25,7 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, N
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 
 _LAYOUT = "HND"
 """FlashInfer's name of the cache's layout."""

@@ -11,15 +11,12 @@ import triton
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.kernels.attention.attention_plan_triton import plan_attention
+from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_config import config_of
+from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
+from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.gpu import gpu_of
-from sidestep.kernels.triton.attention_plan_triton import plan_attention
-from sidestep.kernels.triton.decode_attention_triton import (
-    DecodeScratch,
-    config_of,
-    decode_attention,
-)
-from sidestep.kernels.triton.prefill_attention_triton import prefill_attention, prefill_config
-from sidestep.kernels.triton.qkv_rope_triton import Rope, qkv_rope
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sidestep.kernels.triton.attention_plan_triton import plan_attention
+from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from tests.triton.support import Values, assert_margins_untouched, assert_untouched, int32, poisoned
 
 SPARE_ROWS, SPARE_TOKENS = 3, 5

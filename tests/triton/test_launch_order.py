@@ -18,10 +18,10 @@ from sidestep.executor.attention.base import StepBatch
 from sidestep.executor.attention.triton_backend import TritonAttention
 from sidestep.executor.gpu import gpu_runner, step_kernels
 from sidestep.kernels import launch_order
+from sidestep.kernels.attention.attention_plan_triton import plan_attention
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope as rope
 from sidestep.kernels.launch_order import LaunchOrder, LaunchOrderError, checked_order
-from sidestep.kernels.triton.attention_plan_triton import plan_attention
 from sidestep.kernels.triton.prepare_step_triton import prepare_step as prepare
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope as rope
 from tests.e2e.models import write_model
 from tests.triton.gpu_stand_in import InterpretedRunner, standing_in, worker_args
 from tests.triton.support import INTERPRETED

@@ -13,14 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.triton import decode_attention_triton
-from sidestep.kernels.triton.decode_attention_triton import (
-    DecodeConfig,
-    DecodeScratch,
-    decode_attention,
-    decode_config,
-)
-from sidestep.kernels.triton.qkv_rope_triton import Rope
+from sidestep.kernels.attention import decode_attention_triton
+from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
 from tests.triton.support import (

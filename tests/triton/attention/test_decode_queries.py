@@ -12,17 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.ops.paged_attention import causal_mask
-from sidestep.kernels.ops.paged_attention import prefill_attention as reference_attention
-from sidestep.kernels.triton import decode_attention_triton
-from sidestep.kernels.triton.decode_attention_triton import (
+from sidestep.kernels.attention import decode_attention_triton
+from sidestep.kernels.attention.decode_attention_triton import (
     MOST_QUERIES,
-    DecodeConfig,
     DecodeScratch,
     decode_attention,
-    decode_config,
 )
-from sidestep.kernels.triton.qkv_rope_triton import Rope
+from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.qkv_rope_triton import Rope
+from sidestep.kernels.ops.paged_attention import causal_mask
+from sidestep.kernels.ops.paged_attention import prefill_attention as reference_attention
 from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch
 from tests.triton.support import (
     DEVICE,

@@ -8,13 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.triton.decode_attention_triton import (
-    DecodeConfig,
-    DecodeScratch,
-    decode_attention,
-    decode_config,
-)
-from sidestep.kernels.triton.prefill_attention_triton import (
+from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.prefill_attention_triton import (
     PrefillConfig,
     prefill_attention,
     prefill_config,

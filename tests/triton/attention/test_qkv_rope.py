@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sidestep.kernels.triton.qkv_rope_triton import qkv_rope
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,

@@ -28,6 +28,14 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from sidestep.kernels import launch
+from sidestep.kernels.attention import (
+    attention_plan_triton,
+    block_copy_triton,
+    decode_attention_triton,
+    decode_config,
+    prefill_attention_triton,
+    qkv_rope_triton,
+)
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
@@ -41,13 +49,8 @@ from sidestep.kernels.products import (
 from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
 from sidestep.kernels.triton import (
-    attention_plan_triton,
-    block_copy_triton,
-    decode_attention_triton,
     mask_logits_triton,
-    prefill_attention_triton,
     prepare_step_triton,
-    qkv_rope_triton,
     rms_norm_triton,
     sampling_triton,
     silu_mul_triton,
@@ -242,7 +245,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     cache = bf16(BLOCKS, 2 * model.kv_heads, page, model.dim)
     out = bf16(TOKENS, model.heads * model.dim)
     tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
-    decode = decode_attention_triton.decode_config(model.dim, 2, model.heads)
+    decode = decode_config.decode_config(model.dim, 2, model.heads)
     prefill = prefill_attention_triton.prefill_config(model.dim, 2)
     scratch = decode_attention_triton.DecodeScratch(
         model.heads, model.kv_heads, model.dim, ROWS, q.device, decode, QUERIES

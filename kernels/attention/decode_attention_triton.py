@@ -17,64 +17,16 @@ beside one another in the rows of the products, so keys and values are read once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
 from sidestep.kernels.launch import num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
-from sidestep.kernels.triton.qkv_rope_triton import Rope, begin_with_new, turned
 
-
-@dataclass(frozen=True)
-class DecodeConfig:
-    """Tile sizes and limits of decode attention, tuned by benchmarks/kernels/gpu_kernels.py."""
-
-    tile: int = 32
-    num_warps: int = 2
-    num_stages: int = 3
-    programs_per_processor: int = 4
-    min_tiles: int = 2
-    combined: int = 4096
-    min_tiles_of_several: int = 4
-    """The least number of tiles of a program where rows have several query tokens: their parts are
-    larger, and so take longer to combine."""
-
-    def num_warps_of(self, query_rows: int, dim: int) -> int:
-        """Return the warps of a program for these rows of queries, of `dim` padded dimensions.
-
-        A thread accumulates 64 numbers at most, up to 8 warps.
-        """
-        return min(8, max(self.num_warps, query_rows * dim // 2048))
-
-
-def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
-    """Return the configuration for a head size, the cache's item size and the query heads."""
-    if head_dim * itemsize > 512:
-        return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)
-    if head_dim * itemsize > 256:
-        return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
-    # The wider the rest of a layer, the more a program may have to do before its start and end
-    # count.
-    return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
-
-
-def config_of(
-    head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, queries: int
-) -> DecodeConfig:
-    """Return the configuration for rows of `queries` query tokens."""
-    several = queries > 1 and queries * (num_heads // num_kv_heads) <= _ONE_WARP
-    if several and head_dim * itemsize <= 256:
-        # Small tiles of one warp spread the short rows of a small batch over all processors.
-        return DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
-    return decode_config(head_dim, itemsize, num_heads)
-
-
-_ONE_WARP = 16
-"""Rows of queries of a KV head for which one warp has the registers."""
 LOWEST = tl.constexpr(-3.0e38)
 """A number below all scores."""
 MOST_QUERIES = 8
