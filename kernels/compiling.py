@@ -3,8 +3,8 @@
 Triton compiles a kernel when it is first launched with arguments of new kinds. For some versions of
 Triton a C compiler then builds the launcher, the function that launches the kernel. This module
 does both ahead of time. Threads can compile side by side, but most of a compilation holds the
-interpreter's lock, so processes can do it too (executor/gpu/kernel_compiler.py). Their results lie
-in Triton's cache for every process that launches the same kernel.
+interpreter's lock, so processes can do it too (executor/processes/kernel_compiler.py). Their
+results lie in Triton's cache for every process that launches the same kernel.
 """
 
 from __future__ import annotations

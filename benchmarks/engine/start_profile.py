@@ -109,7 +109,7 @@ class Laps:
 
 def run_worker(model: str, born: float) -> None:
     """Start a worker, with the process that compiles beside it, and print the parts."""
-    from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+    from sidestep.executor.processes.kernel_compiler import CompilerArgs
     from sidestep.executor.processes.worker import begin_beside_torch
     from sidestep.ipc.config import available_cores
     from sidestep.ipc.processes.process import spawn
@@ -120,7 +120,7 @@ def run_worker(model: str, born: float) -> None:
         compiled, compiling = os.pipe()
         compiler = spawn(
             "kernel compiler",
-            "sidestep.executor.gpu.kernel_compiler:main",
+            "sidestep.executor.processes.kernel_compiler:main",
             CompilerArgs(worker=args, num_processes=available_cores()),
             pass_fds=(compiling,),
         )

@@ -1,4 +1,4 @@
-"""Wait for the process that compiles kernels ahead (executor/gpu/kernel_compiler.py).
+"""Wait for the process that compiles kernels ahead (executor/processes/kernel_compiler.py).
 
 The runner imports this file, and the compiling process imports the runner. The wait has a file of
 its own so that the two imports form no circle.

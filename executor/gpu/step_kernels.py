@@ -1,8 +1,8 @@
 """The kernels of a GPU's step, and the memory on the device that they read and write.
 
 Nothing here needs a GPU. So the process that compiles kernels ahead
-(executor/gpu/kernel_compiler.py) launches them from here too, with tensors that stand for those on
-a GPU.
+(executor/processes/kernel_compiler.py) launches them from here too, with tensors that stand for
+those on a GPU.
 """
 
 from __future__ import annotations

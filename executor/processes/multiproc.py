@@ -18,7 +18,7 @@ import msgspec
 
 from sidestep.executor.base import Answered, Executor, WorkerReady
 from sidestep.executor.gpu.cuda_driver import has_driver
-from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+from sidestep.executor.processes.kernel_compiler import CompilerArgs
 from sidestep.executor.processes.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.executor.runner.runner import WorkerArgs
@@ -179,7 +179,7 @@ class MultiprocExecutor(Executor):
             )
             self._compiler = spawn(
                 "kernel compiler",
-                "sidestep.executor.gpu.kernel_compiler:main",
+                "sidestep.executor.processes.kernel_compiler:main",
                 args,
                 env={"OMP_NUM_THREADS": "1"},
                 pass_fds=(compiling,),

@@ -35,7 +35,7 @@ class WorkerArgs:
     """A file where torch.distributed's ranks meet; None with one rank."""
     compiled: int | None = None
     """A descriptor that reads end-of-file when the process that compiles kernels ahead has ended
-    (executor/gpu/kernel_compiler.py)."""
+    (executor/processes/kernel_compiler.py)."""
 
     @property
     def gpu_index(self) -> int:

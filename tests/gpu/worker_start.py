@@ -16,7 +16,7 @@ import numpy as np
 import triton
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
-from sidestep.executor.gpu.kernel_compiler import CompilerArgs
+from sidestep.executor.processes.kernel_compiler import CompilerArgs
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
@@ -99,7 +99,7 @@ def main(path: str, dtype: str) -> None:
     )
     compiler = spawn(
         "kernel compiler",
-        "sidestep.executor.gpu.kernel_compiler:main",
+        "sidestep.executor.processes.kernel_compiler:main",
         CompilerArgs(worker=args, num_processes=8),
         pass_fds=(compiling,),
     )

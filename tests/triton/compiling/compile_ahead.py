@@ -1,9 +1,9 @@
 """Compilation ahead, without a GPU, in a process of its own (see compile_kernels.py).
 
 Arguments: `MODEL COMMAND`. `keys` prints two lists in JSON of the kernels to compile: for tensors
-without memory, as executor/gpu/kernel_compiler.py uses them, and for tensors with memory, on the
-CPU, with a cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a worker
-does, and prints for each kernel whether it was in Triton's cache.
+without memory, as executor/processes/kernel_compiler.py uses them, and for tensors with memory, on
+the CPU, with a cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a
+worker does, and prints for each kernel whether it was in Triton's cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import triton
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
-from sidestep.executor.gpu.kernel_compiler import Note, compile_ahead, ranks_that_differ
 from sidestep.executor.parallel.parallel_state import LoneRank
+from sidestep.executor.processes.kernel_compiler import Note, compile_ahead, ranks_that_differ
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec

@@ -3,7 +3,7 @@
 `python -m tests.triton.compiling.compile_kernels CAPABILITY MODEL BLOCK_SIZE WINDOW GROUP...`
 prints a line of JSON a kernel. The GPU need not be present. It is a program of its own because a
 process has either Triton's interpreter or its compiler. The launchers get tensors without memory
-(torch's meta device), as in executor/gpu/kernel_compiler.py; each launch ends once compiled.
+(torch's meta device), as in executor/processes/kernel_compiler.py; each launch ends once compiled.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from sidestep.executor.gpu.compiler_wait import wait_for_compiler
-from sidestep.executor.gpu.kernel_compiler import Note
+from sidestep.executor.processes.kernel_compiler import Note
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import (
     DEFAULT_MODEL,
@@ -32,7 +32,7 @@ GPU = Gpu(90, 132)
 FORKS = """
 import os, sys, time
 from types import SimpleNamespace
-from sidestep.executor.gpu.forks import Forks
+from sidestep.executor.processes.forks import Forks
 from sidestep.kernels import compiling
 
 def kernel(name):

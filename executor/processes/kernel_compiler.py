@@ -8,8 +8,8 @@ because this process failed or was killed, the worker compiles it itself.
 
 Order: if a note in Triton's cache says that all kernels are there, nothing else happens, not even
 the import of torch. Otherwise the process launches the kernels, and each launch of a new kind is
-compiled in a fork (executor/gpu/forks.py). Then it writes the note. When the process ends, for
-whatever reason, a pipe closes that the workers wait for (WorkerArgs.compiled).
+compiled in a fork (executor/processes/forks.py). Then it writes the note. When the process ends,
+for whatever reason, a pipe closes that the workers wait for (WorkerArgs.compiled).
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     thread = threading.Thread(target=_know_triton)
     thread.start()
     _do_without_dynamo()
-    from sidestep.executor.gpu.forks import Forks
     from sidestep.executor.gpu.gpu_runner import GpuRunner
     from sidestep.executor.parallel.parallel_state import LoneRank
+    from sidestep.executor.processes.forks import Forks
     from sidestep.kernels.compiling import compile_for, compiling_only
 
     compile_for(gpu)
