@@ -17,8 +17,8 @@ from sidestep.frontend.options.flags import (
     add_serve_flags,
     add_topology_flags,
     add_url_flags,
-    option_values,
 )
+from sidestep.frontend.options.option_flags import option_values
 from sidestep.frontend.options.option_parser import OptionParser, check_variables, source_of
 from sidestep.ipc.common import logs
 from sidestep.ipc.common.errors import SidestepError, ValidationError

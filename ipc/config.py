@@ -1,22 +1,17 @@
 """Configuration: the sections together, checked against each other, and the environment.
 
-`EngineArgs` is the flat form that users and the command line see: it inherits the fields of every
-section (ipc/config_sections.py), so an option is written once. `EngineArgs.create_engine_config()`
-splits it into `EngineConfig`; each component gets only its own section. Nothing here starts a
-process: an impossible combination fails before there is one. No other module reads environment
-variables.
+The sections are in ipc/config_sections.py; users give their options in one flat form, EngineArgs.
+Nothing here starts a process: an impossible combination fails before there is one. No other module
+reads environment variables.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
 
-from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.logs import LogConfig
 from sidestep.ipc.common.options import require
 from sidestep.ipc.config_sections import (
@@ -26,11 +21,7 @@ from sidestep.ipc.config_sections import (
     ParallelConfig,
     SchedulerConfig,
 )
-from sidestep.ipc.model.generation_config import read_tokenizer_eos
-from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
-from sidestep.ipc.vllm.options import takes_vllm_options
-
-T = TypeVar("T")
+from sidestep.ipc.model.model_spec import ModelSpec
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -101,55 +92,6 @@ class EngineConfig:
     def may_shrink_max_model_len(self) -> bool:
         """Whether a length that does not fit in the KV cache is lowered, rather than refused."""
         return not isinstance(self.model.max_model_len, int)
-
-
-@takes_vllm_options
-@dataclass(frozen=True)
-class EngineArgs(
-    LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig
-):
-    """Every option of the engine as one flat set of keyword arguments.
-
-    Each is also a command-line flag.
-    """
-
-    def _section(self, cls: type[T]) -> T:
-        return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
-
-    def create_engine_config(self) -> EngineConfig:
-        """Find and read the model's config.json, check everything, and return the sections.
-
-        Raises ValidationError or EngineStartError.
-        """
-        path = resolve_model_path(self.model, self.revision)
-        tokenizer_path = self._tokenizer_path(path)
-        generation = self.read_generation_config(path)
-        eos = read_tokenizer_eos(tokenizer_path) if tokenizer_path is not None else ()
-        return EngineConfig(
-            model=self._section(ModelConfig),
-            cache=self._section(CacheConfig),
-            scheduler=self._section(SchedulerConfig),
-            parallel=self._section(ParallelConfig),
-            frontend=self._section(FrontendConfig),
-            spec=load_model_spec(path, self.hf_overrides, generation, eos),
-            tokenizer_path=tokenizer_path,
-            sampling_defaults=generation.sampling,
-            logs=self._section(LogConfig),
-        )
-
-    def _tokenizer_path(self, path: str) -> str | None:
-        """Return the tokenizer's folder; None without a tokenizer. path: the model's folder."""
-        if self.tokenizer is None:
-            return None if self.skip_tokenizer_init else path
-        try:
-            return resolve_model_path(self.tokenizer)
-        except EngineStartError as error:
-            # The message begins with the option's name, and the option is not the model here.
-            raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None
-
-    def replace(self, **changes: Any) -> Self:
-        """Return a copy with some options changed."""
-        return dataclasses.replace(self, **changes)
 
 
 ENVIRONMENT_PREFIX = "SIDESTEP_"

@@ -10,10 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from sidestep.frontend.options.flags import flag_names
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.option_flags import flag_names
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.options import Options
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.config_sections import DEFAULT_MODEL
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "options.md"

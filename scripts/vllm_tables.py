@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.options.serve_options import ServerArgs
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, PROMPT_KEYS
 from sidestep.ipc.vllm.foreign import Foreign
 from sidestep.ipc.vllm.imports import MODULES, NAMES

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sidestep.engine.arg_utils import AsyncEngineArgs
     from sidestep.engine.async_llm_engine import AsyncLLMEngine
     from sidestep.frontend.api.async_llm import AsyncLLM
-    from sidestep.frontend.api.engine_args import EngineArgs
     from sidestep.frontend.api.llm import LLM
     from sidestep.frontend.api.scaling import (
         BestOfN,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
         self_consistency,
     )
     from sidestep.frontend.input.prompts import ChatPrompt, TextPrompt, TokensPrompt
+    from sidestep.frontend.options.engine_args import EngineArgs
     from sidestep.frontend.output.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
@@ -84,7 +84,7 @@ _HOMES = {
     "self_consistency": "frontend.api.scaling",
     "BeamSearchParams": "ipc.params.beam_search_params",
     "DEFAULT_MODEL": "ipc.config_sections",
-    "EngineArgs": "frontend.api.engine_args",
+    "EngineArgs": "frontend.options.engine_args",
     "EngineDeadError": "ipc.common.errors",
     "EngineStalledError": "ipc.common.errors",
     "EngineStartError": "ipc.common.errors",

@@ -22,6 +22,7 @@ from sidestep.frontend.input.input_processor import InputProcessor, ProcessedReq
 from sidestep.frontend.input.logits_controls import check_text
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.beam_outputs import beam_search_output
 from sidestep.frontend.output.choices import Choices
 from sidestep.frontend.output.output_processor import Delivery, OutputProcessor
@@ -33,7 +34,7 @@ from sidestep.ipc.common.errors import (
     EngineDeadError,
     ValidationError,
 )
-from sidestep.ipc.config import EngineArgs, EngineConfig
+from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams

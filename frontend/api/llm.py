@@ -18,11 +18,11 @@ from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.input.input_processor import as_sampling_params
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, SidestepError, ValidationError
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams

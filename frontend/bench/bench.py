@@ -14,7 +14,7 @@ from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.api.progress import progress_bar
 from sidestep.frontend.bench.load_report import Report, percentile, speculation
 from sidestep.frontend.cli.generate import start_engine
-from sidestep.frontend.options.flags import engine_args
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
@@ -37,7 +37,7 @@ def start_for_load(parsed: argparse.Namespace) -> AsyncLLM:
     for name in ("input_len", "output_len", "num_prompts", "batch_size", "num_iters"):
         if getattr(parsed, name, 1) < 1:
             raise ValidationError(name, "must be at least 1")
-    llm = start_engine(engine_args(parsed))
+    llm = start_engine(EngineArgs.from_cli_args(parsed))
     if parsed.input_len + parsed.output_len > llm.max_model_len:
         raise ValidationError(
             "output_len",

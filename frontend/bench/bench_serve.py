@@ -28,7 +28,7 @@ from sidestep.frontend.bench.load_report import GOALS, Report, make_report
 from sidestep.frontend.bench.load_send import EngineTarget, Target, send_all, usage
 from sidestep.frontend.cli.generate import start_engine
 from sidestep.frontend.cli.serve import needs_extra
-from sidestep.frontend.options.flags import engine_args, engine_options
+from sidestep.frontend.options.engine_args import EngineArgs, engine_options
 from sidestep.frontend.options.option_parser import is_of_environment
 from sidestep.ipc.common.errors import RequestError, ValidationError
 from sidestep.ipc.common.logs import tell
@@ -46,7 +46,7 @@ def run_bench_serve(parsed: argparse.Namespace) -> int:
     check(parsed)
     goals = parse_goals(parsed.goodput)
     if parsed.url is None:
-        work = serve(start_engine(engine_args(parsed)), parsed, goals)
+        work = serve(start_engine(EngineArgs.from_cli_args(parsed)), parsed, goals)
     else:
         work = serve_at(server_at(parsed.url, parsed.api_key), parsed, goals)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:

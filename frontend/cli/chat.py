@@ -17,9 +17,9 @@ from sidestep.frontend.api.startup import load_tokenizer
 from sidestep.frontend.cli.conversation import converse
 from sidestep.frontend.cli.generate import start_engine
 from sidestep.frontend.cli.terminal import StatusLine
-from sidestep.frontend.options.flags import check_url_flags, engine_args, sampling_params
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.flags import check_url_flags, sampling_params
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -31,7 +31,7 @@ def run_chat(parsed: argparse.Namespace) -> int:
 
         return run_remote_chat(parsed)
     sampling_params(parsed, max_tokens=256)  # raises before the engine starts if they are wrong
-    arguments = engine_args(parsed)
+    arguments = EngineArgs.from_cli_args(parsed)
     _check_template(arguments)
     llm = start_engine(arguments)
     try:

@@ -17,11 +17,11 @@ import msgspec
 from sidestep.frontend.api.async_llm import AsyncLLM
 from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.cli.printer import Printer
-from sidestep.frontend.options.flags import check_url_flags, engine_args, sampling_params
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.flags import check_url_flags, sampling_params
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.logs import tell
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 
@@ -36,7 +36,7 @@ def run_generate(parsed: argparse.Namespace) -> int:
 
         return run_remote_generate(parsed, prompts)
     sampling_params(parsed, max_tokens=64)  # raises before the engine starts if they are wrong
-    arguments = engine_args(parsed)
+    arguments = EngineArgs.from_cli_args(parsed)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         llm = start_engine(arguments)
         params = sampling_params(parsed, **{"max_tokens": 64, **llm.sampling_defaults})

@@ -11,12 +11,12 @@ from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.api.progress import progress_bar
 from sidestep.frontend.cli.generate import start_engine
 from sidestep.frontend.cli.serve import needs_extra
-from sidestep.frontend.options.flags import engine_args, option_values
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.option_flags import option_values
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.server.batch_file import BatchResult, OutputFile, Plan, make_plan
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.logs import tell
-from sidestep.ipc.config import EngineArgs
 
 
 def run_run_batch(parsed: argparse.Namespace) -> int:
@@ -24,7 +24,10 @@ def run_run_batch(parsed: argparse.Namespace) -> int:
 
     The status is 0 when every line of the input has a good answer in the output.
     """
-    args, arguments = ServerArgs(**option_values(parsed, ServerArgs)), engine_args(parsed)
+    args, arguments = (
+        ServerArgs(**option_values(parsed, ServerArgs)),
+        EngineArgs.from_cli_args(parsed),
+    )
     _check(parsed, arguments)
     # The input is opened first: a wrong name must not leave an empty output behind.
     with open(parsed.input_file, "rb") as lines, closing(OutputFile(parsed.output_file)) as output:

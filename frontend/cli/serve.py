@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.cli.generate import start_engine
-from sidestep.frontend.options.flags import engine_args, server_args
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.flags import server_args
 from sidestep.frontend.options.serve_options import read_keys
 from sidestep.ipc.common.errors import SidestepError
 from sidestep.ipc.common.logs import own_process, tell
-from sidestep.ipc.config import EngineArgs
 
 if TYPE_CHECKING:
     from sidestep.frontend.server.observe.tracing import Tracing
@@ -50,7 +50,9 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
     own_process()
     args = server_args(parsed)
     keys = read_keys(args)
-    arguments = share_queue(with_queue_limit(engine_args(parsed)), args.api_server_count)
+    arguments = share_queue(
+        with_queue_limit(EngineArgs.from_cli_args(parsed)), args.api_server_count
+    )
     check_certificates(args)
     entries = read_public_prefixes(args.public_prefixes, keys.all)
     raise_file_limit()

@@ -1,40 +1,37 @@
-"""Command-line flags, made from the fields that declare the options."""
+"""Flags of the commands, and the options that a command line has given."""
 
 from __future__ import annotations
 
 import argparse
 import ast
-import functools
 import inspect
 import math
 import re
 import textwrap
 import typing
-from collections.abc import Collection
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import msgspec
 
+from sidestep.frontend.options.engine_args import EngineArgs, engine_options
+from sidestep.frontend.options.option_flags import (
+    add_flag,
+    add_option_flags,
+    flag_type,
+    option_values,
+    telling,
+)
 from sidestep.frontend.options.option_parser import is_of_environment
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import ValidationError
-from sidestep.ipc.common.options import Parser, parse_bytes, split, value_types
-from sidestep.ipc.config import EngineArgs
-from sidestep.ipc.config_sections import DEFAULT_MODEL
+from sidestep.ipc.common.options import parse_bytes, value_types
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.vllm.foreign import translate
-from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES, translate_value
+from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS
 
-_ALIASES = {
-    "tensor_parallel_size": ["-tp"],
-    "pipeline_parallel_size": ["-pp"],
-    "data_parallel_size": ["-dp"],
-    "model": ["-m"],
-    "speculative_config": ["-sc"],
-}
 _SAMPLING_FLAGS = (
     "temperature",
     "top_p",
@@ -62,11 +59,6 @@ _TOPOLOGY_FLAGS = (
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 
 
-def flag_names(name: str) -> list[str]:
-    """Return the flags of a field, the long one first."""
-    return [f"--{name.replace('_', '-')}", *_ALIASES.get(name, [])]
-
-
 def add_engine_flags(
     parser: argparse.ArgumentParser, *, positional_model: bool, samples: bool = False
 ) -> None:
@@ -83,7 +75,7 @@ def add_engine_flags(
             metavar="MODEL",
             help="folder or hub name of the model (default: the bundled one)",
         )
-    _add_option_flags(
+    add_option_flags(
         group, EngineArgs, {f.name for f in fields(EngineArgs)} - {"seed"} if samples else None
     )
     add_vllm_flags(parser, ENGINE_OPTIONS)
@@ -91,7 +83,7 @@ def add_engine_flags(
 
 def add_http_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for every field of ServerArgs."""
-    _add_option_flags(parser.add_argument_group("server options"), ServerArgs)
+    add_option_flags(parser.add_argument_group("server options"), ServerArgs)
     add_vllm_flags(parser, SERVER_OPTIONS)
 
 
@@ -127,7 +119,7 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="at most this many requests at a time (default: 1024)",
     )
-    _add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+    add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
 
 
 def add_topology_flags(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +148,7 @@ def add_topology_flags(parser: argparse.ArgumentParser) -> None:
         help="of each one's memory, such as 4800GB/s; known for many GPUs by their names",
     )
     add_json_flag(parser)
-    _add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
+    add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
@@ -179,44 +171,6 @@ def parse_bandwidth(text: str) -> float:
     return float(found[1]) * {"g": 1e9, "t": 1e12}[found[2].lower()]
 
 
-def option_values(parsed: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the options of a class that were given, by name."""
-    return {f.name: getattr(parsed, f.name) for f in fields(cls) if hasattr(parsed, f.name)}
-
-
-def _add_option_flags(
-    group: argparse._ArgumentGroup, cls: type[Any], only: Collection[str] | None = None
-) -> None:
-    kinds = value_types(cls)
-    for field in fields(cls):
-        if only is not None and field.name not in only:
-            continue
-        assert field.default is not MISSING
-        default = "the bundled model" if field.default == DEFAULT_MODEL else field.default
-        doc = field.metadata["doc"]
-        text = doc if "Default:" in doc or default is None else f"{doc} (default: {default})"
-        kind = _flag_type(kinds[field.name])
-        parse = field.metadata["parse"] or (split if kind == list[str] else None)
-        _add_flag(group, field.name, kind, text, choices=field.metadata["choices"], parse=parse)
-
-
-def engine_args(parsed: argparse.Namespace, **defaults: Any) -> EngineArgs:
-    """Return EngineArgs with the options that were given.
-
-    `defaults` are the command's own values of options that were not given.
-    """
-    return EngineArgs(**{**defaults, **engine_options(parsed)})
-
-
-def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the engine's options that were given, by name."""
-    model = getattr(parsed, "model_argument", None)
-    given = option_values(parsed, EngineArgs) | vllm_values(parsed, ENGINE_OPTIONS)
-    if model is not None:
-        given["model"] = model
-    return given
-
-
 def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add flags for the sampling parameters; `defaults` are the command's own."""
     group = parser.add_argument_group("sampling options")
@@ -225,10 +179,10 @@ def add_sampling_flags(parser: argparse.ArgumentParser, **defaults: Any) -> None
     for field in msgspec.structs.fields(SamplingParams):
         if field.name in _SAMPLING_FLAGS:
             default = defaults.get(field.name, field.default)
-            _add_flag(
+            add_flag(
                 group,
                 field.name,
-                _flag_type(kinds[field.name]),
+                flag_type(kinds[field.name]),
                 f"{docs[field.name]} (default: {default})",
                 dest=_sampling_dest(field.name),
             )
@@ -284,71 +238,6 @@ def check_url_flags(parsed: argparse.Namespace) -> None:
             raise ValidationError(
                 name, "is for an engine that is started here; --url asks one that runs"
             )
-
-
-def _add_flag(
-    group: argparse._ArgumentGroup,
-    name: str,
-    kind: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    parse: Parser | None = None,
-    dest: str | None = None,
-) -> None:
-    # SUPPRESS: only flags that were given appear in the result, so defaults stay with the classes
-    # that declare them.
-    common: dict[str, Any] = {
-        "dest": dest or name,
-        "default": argparse.SUPPRESS,
-        "help": text.replace("%", "%%"),
-    }
-    if kind is bool:
-        group.add_argument(*flag_names(name), action=argparse.BooleanOptionalAction, **common)
-    elif typing.get_origin(kind) is list and parse is None:
-        # The flag takes one value and may be repeated: a flag that takes several values would take
-        # the prompts that follow too.
-        common["help"] += "; may be given several times"
-        (item,) = typing.get_args(kind)
-        group.add_argument(
-            *flag_names(name), action="append", type=item, metavar=name.upper(), **common
-        )
-    elif parse is split:
-        common["help"] += "; several have commas between them, or a flag each"
-        group.add_argument(
-            *flag_names(name), action="extend", type=split, metavar=name.upper(), **common
-        )
-    else:
-        if name in VALUES:
-            parse = parse or functools.partial(translate_value, name)
-        group.add_argument(
-            *flag_names(name),
-            type=kind if parse is None else telling(parse),
-            choices=choices,
-            metavar=None if choices else name.upper(),
-            **common,
-        )
-
-
-def telling(parse: Parser) -> Parser:
-    """Return a parser whose own error messages reach the user."""
-
-    def told(text: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return told
-
-
-def _flag_type(kinds: tuple[Any, ...]) -> Any:
-    """Return the type of one value on the command line.
-
-    It is the list if there is one, else the first type that is not None.
-    """
-    lists = [kind for kind in kinds if typing.get_origin(kind) is list]
-    return (lists or [kind for kind in kinds if kind is not type(None)])[0]
 
 
 @cache

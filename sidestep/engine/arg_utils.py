@@ -1,6 +1,6 @@
 """Options of an engine, under the name of vLLM's module."""
 
-from sidestep.frontend.api.engine_args import EngineArgs
+from sidestep.frontend.options.engine_args import EngineArgs
 
 AsyncEngineArgs = EngineArgs
 """The class that holds the options of both LLM and AsyncLLM."""

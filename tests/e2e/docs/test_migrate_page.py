@@ -12,9 +12,9 @@ import pytest
 
 from scripts.vllm_tables import BEGIN, OURS_ALONE, PAGE, tables
 from sidestep.frontend.main import main, make_parser
-from sidestep.frontend.options.flags import engine_args, server_args
+from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.flags import server_args
 from sidestep.frontend.options.serve_options import ServerArgs
-from sidestep.ipc.config import EngineArgs
 
 TEXT = PAGE.read_text()
 
@@ -51,8 +51,8 @@ def test_the_commands_are_understood() -> None:
     )
     assert len(commands) == 2
     parsed = [make_parser("1").parse_args(["serve", *shlex.split(words)]) for _, words in commands]
-    assert [engine_args(each).model for each in parsed] == ["MODEL", "Qwen/Qwen3-0.6B"]
-    assert [engine_args(each).max_model_len for each in parsed] == [2048, None]
+    assert [EngineArgs.from_cli_args(each).model for each in parsed] == ["MODEL", "Qwen/Qwen3-0.6B"]
+    assert [EngineArgs.from_cli_args(each).max_model_len for each in parsed] == [2048, None]
     assert [server_args(each).port for each in parsed] == [8000, 8000]
 
 

@@ -24,9 +24,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from sidestep.frontend.cli.serve import with_queue_limit
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.server.observe.tracing import Tracing
 from sidestep.frontend.server.transport.http_protocol import FileWatch
-from sidestep.ipc.config import EngineArgs
 from tests.fakes import Clock
 from tests.server.live import ROOT, LiveServer, raw_request
 

@@ -12,10 +12,11 @@ from sidestep import AsyncLLM
 from sidestep.frontend.api.async_llm import _close
 from sidestep.frontend.input.input_processor import InputProcessor
 from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.replica_set import ReplicaSet
-from sidestep.ipc.config import EngineArgs, EngineConfig
+from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.config_sections import FrontendConfig
 from sidestep.ipc.processes.core_args import ClientAddress
 from sidestep.ipc.transport.messages import (

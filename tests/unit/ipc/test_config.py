@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.common.options import parse_bytes, parse_length
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.config_sections import ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.layer_split import split_layers
 from sidestep.ipc.model.model_spec import load_model_spec

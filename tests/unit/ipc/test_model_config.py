@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
-from sidestep.ipc.config import EngineArgs, EngineConfig
+from sidestep.ipc.config import EngineConfig
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import did_you_mean, parse_mapping
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.config_sections import CacheConfig, ParallelConfig
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.registry import PROPOSERS
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
 from sidestep.ipc.vllm.speculation import METHOD_WORDS, NO_METHODS, SPECULATIVE_KEYS
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.errors import UnknownNameError, ValidationError
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, PROMPT_KEYS

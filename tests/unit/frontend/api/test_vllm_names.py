@@ -17,7 +17,7 @@ import sidestep
 from sidestep import LLM, AsyncLLM, EngineArgs, SamplingParams, UnsupportedError, ValidationError
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.main import main, make_parser
-from sidestep.frontend.options.flags import engine_args, server_args
+from sidestep.frontend.options.flags import server_args
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.inputs import TextPrompt, TokensPrompt
 from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, TOKENIZER_METHODS
@@ -308,7 +308,7 @@ def test_each_flag_of_vllm_serve_is_one_sentence() -> None:
             continue
         parsed = parser.parse_args(["serve", "model", *words])
         with pytest.raises(ValidationError) as caught:
-            server_args(parsed), engine_args(parsed)
+            server_args(parsed), EngineArgs.from_cli_args(parsed)
         assert str(caught.value) == f"{name}: {foreign.instead}"
 
 

@@ -28,7 +28,10 @@ from sidestep.__main__ import main as command
 from sidestep.frontend.bench import bench as cli_bench
 from sidestep.frontend.cli import generate as cli_generate
 from sidestep.frontend.main import main, make_parser
-from sidestep.frontend.options.flags import engine_args, flag_names, sampling_params
+from sidestep.frontend.options.flags import (
+    sampling_params,
+)
+from sidestep.frontend.options.option_flags import flag_names
 
 
 @pytest.mark.parametrize(
@@ -82,7 +85,7 @@ def test_flags_give_what_was_asked_for_and_defaults_otherwise() -> None:
             "prompt",
         ]
     )
-    assert engine_args(parsed) == EngineArgs(
+    assert EngineArgs.from_cli_args(parsed) == EngineArgs(
         tensor_parallel_size=2,
         pipeline_parallel_size=2,
         pipeline_layers=(17, 15),
@@ -146,7 +149,7 @@ def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
 def test_a_model_can_be_named_without_a_flag() -> None:
     parsed = make_parser("1").parse_args(["bench", "latency", "my/model", "--dtype", "float32"])
-    assert engine_args(parsed) == EngineArgs(model="my/model", dtype="float32")
+    assert EngineArgs.from_cli_args(parsed) == EngineArgs(model="my/model", dtype="float32")
 
 
 class Engine:

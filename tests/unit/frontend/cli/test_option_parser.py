@@ -15,10 +15,9 @@ from sidestep import EngineArgs
 from sidestep.frontend.main import main, make_parser
 from sidestep.frontend.options.flags import (
     check_url_flags,
-    engine_args,
-    option_values,
     sampling_params,
 )
+from sidestep.frontend.options.option_flags import option_values
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.options import parse_mapping
 
@@ -51,7 +50,7 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
     monkeypatch.setenv("SIDESTEP_MAX_NUM_SEQS", "2")
     monkeypatch.setenv("SIDESTEP_MAX_MODEL_LEN", "2k")
     parsed = parse("chat", "--max-num-seqs", "3", "--config", str(config))
-    assert engine_args(parsed) == EngineArgs(
+    assert EngineArgs.from_cli_args(parsed) == EngineArgs(
         max_num_seqs=3, max_model_len=2048, max_num_batched_tokens=100, block_size=32
     )
 
@@ -88,11 +87,13 @@ def test_lists_and_switches_are_as_yaml_has_them(
         "served_model_name": ["a", "b"],
         "allowed_origins": ["https://x.example", "https://y.example"],
     }
-    assert engine_args(parsed) == EngineArgs(async_scheduling=False, enforce_eager=True)
+    assert EngineArgs.from_cli_args(parsed) == EngineArgs(
+        async_scheduling=False, enforce_eager=True
+    )
     again = parse(
         "serve", "--config", str(config), "--async-scheduling", "--served-model-name", "c"
     )
-    assert engine_args(again).async_scheduling and again.served_model_name == ["c"]
+    assert EngineArgs.from_cli_args(again).async_scheduling and again.served_model_name == ["c"]
     monkeypatch.setenv("SIDESTEP_SERVED_MODEL_NAME", "d,e")
     assert parse("serve", "--config", str(config)).served_model_name == ["d", "e"]
 
@@ -112,7 +113,7 @@ def test_an_empty_file_and_an_empty_variable_set_nothing(
 ) -> None:
     config.write_text("# nothing\n")
     monkeypatch.setenv("SIDESTEP_DTYPE", "")
-    assert engine_args(parse("chat", "--config", str(config))) == EngineArgs()
+    assert EngineArgs.from_cli_args(parse("chat", "--config", str(config))) == EngineArgs()
 
 
 def test_an_unknown_key_of_the_file_is_named(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidestep.frontend.main import make_parser
-from sidestep.frontend.options.flags import engine_args
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import ValidationError
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3}
@@ -27,12 +27,15 @@ TEXT = json.dumps(CONFIG)
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_a_flag_takes_json(command: str, words: list[str]) -> None:
     parsed = make_parser("1").parse_args([command, *words])
-    assert engine_args(parsed).speculative_config == CONFIG
+    assert EngineArgs.from_cli_args(parsed).speculative_config == CONFIG
 
 
 def test_the_environment_takes_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SIDESTEP_SPECULATIVE_CONFIG", TEXT)
-    assert engine_args(make_parser("1").parse_args(["serve"])).speculative_config == CONFIG
+    assert (
+        EngineArgs.from_cli_args(make_parser("1").parse_args(["serve"])).speculative_config
+        == CONFIG
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_a_file_takes_a_mapping_or_json(tmp_path: Path, text: str) -> None:
     file = tmp_path / "engine.yaml"
     file.write_text(text)
     parsed = make_parser("1").parse_args(["generate", "--config", str(file)])
-    assert engine_args(parsed).speculative_config == CONFIG
+    assert EngineArgs.from_cli_args(parsed).speculative_config == CONFIG
 
 
 def test_text_that_is_no_object_is_refused_with_the_flag_s_name(
@@ -62,4 +65,4 @@ def test_text_that_is_no_object_is_refused_with_the_flag_s_name(
 def test_a_wrong_field_is_named() -> None:
     parsed = make_parser("1").parse_args(["generate", "-sc", '{"model": "some/drafter"}'])
     with pytest.raises(ValidationError, match="speculative_config: model: drafts are looked up"):
-        engine_args(parsed)
+        EngineArgs.from_cli_args(parsed)

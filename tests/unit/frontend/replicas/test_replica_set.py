@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sidestep import AsyncLLM, BeamSearchParams, EngineDeadError, EngineStartError, ValidationError
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas import replica_set
 from sidestep.frontend.replicas.replica_set import ReplicaSet
-from sidestep.ipc.config import EngineArgs
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.messages import (
     AddRequest,
