@@ -264,7 +264,7 @@ class FakeRunner(Runner):
         if self._proposer is not None and any(self._controls[r.slot].has_grammar for r in sampled):
             output.next_sizes = column(len(self._drafts[row.slot]) for row in sampled)
             output.next_drafts = column(t for row in sampled for t in self._drafts[row.slot])
-        if any(self._num_logprobs(row.slot) for row in sampled):
+        if any(self._controls[row.slot].logprobs >= 0 for row in sampled):
             output.logprobs = self._logprobs(sampled)
         return output
 
@@ -308,15 +308,12 @@ class FakeRunner(Runner):
             if self._proposer is not None:
                 self._proposer.begin(slot, np.array(self._tokens[slot], np.int32))
 
-    def _num_logprobs(self, slot: int) -> int:
-        return max(0, self._controls[slot].logprobs)
-
     def _logprobs(self, sampled: list[_Sampled]) -> UInt8:
-        """Return the logprobs of rows that ask for the most probable tokens."""
+        """Return the logprobs of rows that ask for them, if only for those of their own tokens."""
         found = [
-            (row, token, candidates(state, self._num_logprobs(one.slot), self._vocab_size))
+            (row, token, candidates(state, most, self._vocab_size))
             for row, one in enumerate(sampled)
-            if self._num_logprobs(one.slot)
+            if (most := self._controls[one.slot].logprobs) >= 0
             for token, state in zip(one.tokens, one.states, strict=True)
         ]
         count = len(found)

@@ -165,6 +165,18 @@ async def test_final_only_gives_one_output_with_everything(make_llm: MakeLLM) ->
     assert len(outs) == 1 and outs[0].finished and len(outs[0].outputs[0].token_ids) == 30
 
 
+@pytest.mark.parametrize("most", [0, 2])
+async def test_each_token_has_as_many_logprobs_as_asked_for(make_llm: MakeLLM, most: int) -> None:
+    params = SamplingParams(max_tokens=5, logprobs=most, ignore_eos=True)
+    async for out in make_llm().generate([1, 2, 3], params):
+        pass
+    (completion,) = out.outputs
+    assert completion.logprobs is not None and len(completion.logprobs) == 5
+    for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert token in entries
+        assert most <= len(entries) <= most + 1
+
+
 async def test_several_engines_live_in_one_process(make_llm: MakeLLM) -> None:
     one, two = make_llm(), make_llm()
     vocab = one.get_tokenizer().vocab_size
