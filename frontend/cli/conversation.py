@@ -11,7 +11,7 @@ from functools import partial
 
 from sidestep.frontend.cli.chat_input import Interrupted, open_messages
 from sidestep.frontend.cli.terminal import StatusLine, tell
-from sidestep.ipc.common.errors import RemoteError, ValidationError
+from sidestep.ipc.common.errors import CannotChatError, RemoteError, ValidationError
 
 Ask = Callable[[list[dict[str, str]]], AsyncGenerator[str, None]]
 """A function that returns the answer to a conversation, piece by piece."""
@@ -33,7 +33,8 @@ A path is no command: it has another slash.
 def converse(ask: Ask, system: str | None, runner: asyncio.Runner, status: StatusLine) -> None:
     """Read messages and stream answers until the user leaves.
 
-    Raises KeyboardInterrupt for Ctrl-C at the prompt.
+    Raises KeyboardInterrupt for Ctrl-C at the prompt, and CannotChatError for a server's model that
+    answers no message.
 
     Reading a message and streaming an answer are two runs of the event loop, so that each handles
     Ctrl-C in its own way. At the prompt, Ctrl-C leaves the chat; during an answer, it stops the
@@ -96,6 +97,8 @@ def _answer(
 ) -> None:
     try:
         answer = stream_answer(partial(ask, conversation.messages(text)), runner, status)
+    except CannotChatError:
+        raise
     except (ValidationError, RemoteError) as error:  # most likely too long: the user can /clear
         tell(f"sidestep: {error}", "bad")
     else:

@@ -10,12 +10,14 @@ from urllib.parse import urlsplit
 import httpx2
 import msgspec
 
-from sidestep.ipc.common.errors import RemoteError, ValidationError
+from sidestep.ipc.common.errors import CannotChatError, RemoteError, ValidationError
 
 # A long prompt may take minutes until its first token; the user can leave at any time.
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)
 _LONGEST_PAGE = 200
 """Most characters that are shown of an error's body that is not of the API's form."""
+_NO_CHAT_TEMPLATE = "no_chat_template"
+"""Code of a Sidestep server's error for a conversation with a model that has no chat template."""
 
 
 class _Named(msgspec.Struct):
@@ -28,6 +30,7 @@ class _RemoteModels(msgspec.Struct):
 
 class _Error(msgspec.Struct):
     message: str
+    code: Any = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -169,12 +172,21 @@ class RemoteModel:
 
 
 async def _check(answer: httpx2.Response) -> None:
-    """Raise RemoteError for an answer that is an error, with the answer's message."""
+    """Raise RemoteError for an answer that is an error, with the answer's message.
+
+    Raises CannotChatError if the model has no chat template.
+    """
     if answer.status_code == 200:
         return
     body = await answer.aread()
     try:
-        message = msgspec.json.decode(body, type=_ErrorBody).error.message
+        error = msgspec.json.decode(body, type=_ErrorBody).error
+        if error.code == _NO_CHAT_TEMPLATE:
+            raise CannotChatError(
+                "the model has no chat template, so it cannot chat; `sidestep generate --url` "
+                "completes text with it"
+            )
+        message = error.message
     except msgspec.DecodeError:
         message = " ".join(body.decode(errors="replace").split())[:_LONGEST_PAGE]
     raise RemoteError(f"{answer.url} answered with status {answer.status_code}: {message}")

@@ -25,7 +25,12 @@ from sidestep.frontend.input.text_bound import TextBound
 from sidestep.frontend.input.token_alphabet import TokenAlphabet
 from sidestep.frontend.input.tokenizer_methods import TokenizerMethods
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
-from sidestep.ipc.common.errors import EngineStartError, PromptTooLongError, ValidationError
+from sidestep.ipc.common.errors import (
+    EngineStartError,
+    NoChatTemplateError,
+    PromptTooLongError,
+    ValidationError,
+)
 from sidestep.ipc.params.sampling_params import SamplingParams
 
 LONG_TEXT = 2048
@@ -220,11 +225,7 @@ class Tokenizer(TokenizerMethods):
         if source is None:
             others = ", ".join(sorted(self._templates))
             which = f" of the name {DEFAULT!r}, only {others}" if others else ""
-            raise ValidationError(
-                "messages",
-                f"this model has no chat template{which}; give the prompt as text, or a "
-                "template (chat_template)",
-            )
+            raise NoChatTemplateError(f"this model has no chat template{which}")
         if (made := self._compiled.get(source)) is None:
             if len(self._compiled) >= _MAX_TEMPLATES:
                 self._compiled.clear()

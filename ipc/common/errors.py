@@ -69,6 +69,16 @@ class PromptTooLongError(ValidationError):
         self.at_least = at_least
 
 
+class NoChatTemplateError(ValidationError):
+    """A model has no chat template for a conversation. `lack` says so without advice."""
+
+    def __init__(self, lack: str) -> None:
+        super().__init__(
+            "messages", f"{lack}; give the prompt as text, or a template (chat_template)"
+        )
+        self.lack = lack
+
+
 class EngineStartError(SidestepError, RuntimeError):
     """The engine could not start; the message is one line that says what to change."""
 
@@ -101,3 +111,7 @@ class WorkerCallError(SidestepError, RuntimeError):
 
 class RemoteError(SidestepError, RuntimeError):
     """A server elsewhere has refused a request, or failed, or cannot be reached."""
+
+
+class CannotChatError(RemoteError):
+    """The model of a server elsewhere has no chat template."""

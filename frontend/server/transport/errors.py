@@ -11,6 +11,7 @@ from starlette.responses import Response
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStalledError,
+    NoChatTemplateError,
     PromptTooLongError,
     QueueFullError,
     ValidationError,
@@ -23,6 +24,8 @@ RETRY_AFTER = {"retry-after": "1"}
 """Header with the seconds to wait before the next try. A full queue stays full for some steps."""
 TOO_LONG = "context_length_exceeded"
 """Code of the errors for prompts that are too long."""
+NO_CHAT_TEMPLATE = "no_chat_template"
+"""Code of the errors for conversations with a model that has no chat template."""
 
 
 class ErrorDetail(msgspec.Struct):
@@ -94,6 +97,9 @@ def as_api_error(error: Exception) -> ApiError:
     """Return an exception as the error that the client gets."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, NoChatTemplateError):
+        problem = f"{error.lack}; /v1/completions completes a prompt that is text"
+        return refused(error.field, problem, NO_CHAT_TEMPLATE)
     if isinstance(error, ValidationError):
         code = TOO_LONG if isinstance(error, PromptTooLongError) else None
         return refused(error.field, str(error).partition(": ")[2], code)

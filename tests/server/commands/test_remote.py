@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,6 +65,31 @@ def test_a_message_that_the_server_refuses_is_told_and_forgotten(fake: LiveServe
     assert done.returncode == 0
     assert "your messages resulted in 30" in done.stderr
     assert done.stderr.count("status 400") == 1  # the second is alone, and short enough
+
+
+def test_a_chat_ends_if_the_servers_model_has_no_chat_template(
+    fake_model: str, tmp_path: Path
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(Path(fake_model) / name, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    with LiveServer(str(tmp_path), "--device", "fake") as server:
+        done = run("chat", "--url", server.url, say="hi\nhow are you?\n")
+        assert (done.returncode, done.stdout) == (1, "> \n")
+        assert done.stderr.endswith(
+            "\nsidestep: the model has no chat template, so it cannot chat; "
+            "`sidestep generate --url` completes text with it\n"
+        )
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        answer = server.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "messages: this model has no chat template; "
+        "/v1/completions completes a prompt that is text",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "no_chat_template",
+    }
 
 
 @pytest.mark.parametrize(
