@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, grammars_of
-from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation, _compile
+from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation
 from sidestep.executor.runner.fake import chain, next_token
 from sidestep.frontend.input.output_form import make_grammar
 from sidestep.ipc.params.structured_outputs_params import (
@@ -86,7 +86,7 @@ class SmallGrammars(Grammars):
     def _give(self, compilation: _Compilation) -> None:
         super()._give(compilation)
         assert self._tokenizer is not None
-        _compile(self._tokenizer, self._jobs.get())
+        self._jobs.get().compile(self._tokenizer)
         self._done.put(compilation)
         self._bell.ring()
 

@@ -153,7 +153,7 @@ def run(
         with watch("masks"):
             masks = [mask for mask in grammars.masks(requests, 0, 0.0, FOREVER) if mask is not None]
         with watch("place"):
-            message = wire.core.message(0, range(count), requests, masks)
+            message = wire.core.message(0, range(count), grammars_of(requests), masks)
         with watch("send"):
             message = wire.send(message)
         with watch("table"):

@@ -13,15 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sidestep.engine_core.requests.candidates import Candidates
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
-from sidestep.ipc.transport.step import Float32, Int32
-
-
-class Candidates(NamedTuple):
-    """Tokens that may follow a beam, and their logprobs, the most probable first."""
-
-    token_ids: Int32
-    logprobs: Float32
 
 
 class Ended(NamedTuple):

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sidestep.engine_core.groups.beam_search import BeamSearch, Candidates, Ended
-from sidestep.engine_core.groups.group import join, tells_logprobs
+from sidestep.engine_core.groups.beam_search import BeamSearch, Ended
+from sidestep.engine_core.groups.group import join
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Group, Request, RequestStatus
+from sidestep.engine_core.requests.candidates import Candidates
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Decision, Group, Request
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, pack_ids
@@ -34,14 +36,9 @@ class BeamGroup(Group):
     """Candidates of the beams whose step has come back."""
 
     @property
-    def parks_after_rows(self) -> bool:
-        """True: each beam waits for the others before the search chooses."""
+    def chooses_tokens(self) -> bool:
+        """True: the search chooses, when each beam has its candidates."""
         return True
-
-    @property
-    def tells_logprobs(self) -> bool:
-        """False: the search reads them."""
-        return False
 
     @property
     def is_running(self) -> bool:
@@ -65,39 +62,36 @@ class BeamGroup(Group):
         for request in together:
             self.arrived.pop(request, None)
 
-    def take(self, request: Request, candidates: Candidates) -> bool:
-        """Keep the candidates of a beam. Return whether all beams have theirs now."""
+    def row_planned(self, request: Request) -> bool:
+        """Park a beam until the search has chosen; return True."""
+        request.park()
+        return True
+
+    def take(self, request: Request, candidates: Candidates) -> Decision | None:
+        """Keep the candidates of a beam. After the last beam's, the search advances or ends."""
         self.arrived[request] = candidates
-        return len(self.arrived) == len(self.beams)
+        return self._choose() if len(self.arrived) == len(self.beams) else None
 
-    def advance(self, kv: KVCacheManager) -> bool:
-        """Make the beams of the next step; return False if the search is over.
-
-        Preempted beams, which have no blocks, only get their tokens.
-        """
+    def _choose(self) -> Decision:
+        """Make the beams of the next step. Preempted beams, without blocks, only get tokens."""
         before = self.beams
         chosen = self.search.advance([self.arrived[r] for r in before], self._outputs())
         self.arrived.clear()
         if not chosen:
-            return False
+            return Decision([], is_over=True)
         continued = {before[c.parent] for c in chosen}
         unused = [r for r in self.members if r not in continued]
-        self.beams = []
+        self.beams, branches = [], list[tuple[Request, Request]]()
         for parent in (before[c.parent] for c in chosen):
-            if parent not in self.beams:
-                self.beams.append(parent)
-                continue
-            beam = unused.pop(0)
-            beam.token_ids = parent.token_ids.copy()
-            beam.block_hashes = parent.block_hashes.copy()
-            if self.is_running:
-                kv.branch(parent, beam)
-                beam.is_new = True
+            beam = parent
+            if parent in self.beams:
+                beam = unused.pop(0)
+                beam.fork(parent)
+                branches.append((parent, beam))
             self.beams.append(beam)
         for beam, choice in zip(self.beams, chosen, strict=True):
-            beam.token_ids.append(choice.token)
-            beam.parked = False
-        return True
+            beam.chosen(choice.token)
+        return Decision(branches if self.is_running else [])
 
     def result(self, eos_ids: frozenset[int]) -> list[Beam]:
         """Return the beams that the frontend gets in the end, or if the search must stop here."""
@@ -131,12 +125,10 @@ def make_beams(
         Controls(logprobs=params.num_candidates(len(first.eos_ids)), is_beam=True)
     )
     for request in requests:
-        request.controls, request.has_past_sent = controls, False
-    for other in requests[1:]:
-        other.was_started = True  # the frontend knows of one
+        request.become_beam(controls, is_first=request is first)
     room = min(first.max_total, kv.longest_of_group(first, len(requests))) - first.num_prompt
     search = BeamSearch(params, first.eos_ids, room)
-    join(requests, BeamGroup(requests, search=search, beams=[first]), kv)
+    join(BeamGroup(requests, first, search=search, beams=[first]), kv)
     return requests
 
 
@@ -155,5 +147,5 @@ def candidates_of_beams(column: UInt8, rows: Sequence[Request]) -> dict[Request,
             columns.logprobs[end - size + 1 : end].copy(),
         )
         for row, size, end in zip(columns.keys.tolist(), columns.sizes.tolist(), ends, strict=True)
-        if not tells_logprobs(rows[row])
+        if rows[row].is_beam
     }

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Group, Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Group, Request
 from sidestep.ipc.transport.messages import AddRequest, Beam
 
 
@@ -43,8 +44,8 @@ class ForkingGroups:
             assert source is not None
             if source.num_computed >= source.num_prompt:
                 for request in group.forks:
-                    request.parked = False
-                    request.block_hashes = source.block_hashes[: kv.num_shared(request)]
+                    request.unpark()
+                    request.blocks.copy_hashes(source.blocks, kv.num_shared(request))
                 self.stop(group)
 
     def stop(self, group: Group) -> None:
@@ -82,38 +83,46 @@ def check_groups(
         if (group := request.group) is None:
             assert not request.parked, f"{request} waits for nobody"
             continue
+        if group.chooses_tokens:
+            assert len({r.status is RequestStatus.RUNNING for r in group.members}) == 1, (
+                "some beams of a search run, and some do not"
+            )
         assert group.queued in group.waiting or not group.waiting, (
             "nobody stands for those that wait"
         )
         assert not group.forks or group in forking, "forks that nobody will unpark"
-        assert request in group.forks or not request.parked or group.parks_after_rows, (
+        assert request in group.forks or not request.parked or group.chooses_tokens, (
             f"{request} is parked"
         )
 
 
 def make_choices(
-    message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int], kv: KVCacheManager
+    message: AddRequest,
+    max_model_len: int,
+    eos_token_ids: frozenset[int],
+    kv: KVCacheManager,
+    max_drafts: int,
 ) -> list[Request]:
     """Return the request of a message, or all of its choices.
 
     The requests of a group may become so long that all of them together fit in the cache. So a
-    group alone can always run to its end, as a request alone can.
+    group alone can always run to its end, as a request alone can. max_drafts: most drafts of each
+    in a step.
     """
     num = message.sampling.n
     requests = [
-        Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids)
+        Request.from_message(_one_choice(message, index), max_model_len, eos_token_ids, max_drafts)
         for index in range(num)
     ]
     if num > 1:
-        join(requests, Group(requests), kv)
+        join(Group(requests, requests[0]), kv)
     return requests
 
 
-def join(requests: Sequence[Request], group: Group, kv: KVCacheManager) -> None:
-    """Make the requests one group."""
-    for request in requests:
-        request.group = group
-        request.max_total = min(request.max_total, kv.longest_of_group(request, len(requests)))
+def join(group: Group, kv: KVCacheManager) -> None:
+    """Let the members of a group know of it, and of the length that fits in the cache for all."""
+    for request in group.members:
+        request.join(group, kv.longest_of_group(request, len(group.members)))
 
 
 def _one_choice(message: AddRequest, index: int) -> AddRequest:
@@ -170,11 +179,6 @@ def ending_with(request: Request) -> list[Request]:
 def found_by(request: Request) -> list[Beam]:
     """Return the beams that a search has found so far; none for a request that is not a search."""
     return [] if request.group is None else request.group.result(request.eos_ids)
-
-
-def tells_logprobs(request: Request) -> bool:
-    """Return whether a request's log-probabilities go to its frontend; a search reads its own."""
-    return request.group is None or request.group.tells_logprobs
 
 
 def sharing(together: Sequence[Request]) -> Sequence[Request]:

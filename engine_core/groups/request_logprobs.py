@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from sidestep.engine_core.groups.group import tells_logprobs
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.ipc.transport.step import LogprobColumns, UInt8
 
 
@@ -30,7 +30,7 @@ def share_logprobs(
             owner.client
             if owner.status is not RequestStatus.FINISHED
             and owner not in late
-            and tells_logprobs(owner)
+            and not owner.is_beam
             else -1
             for owner in owners
         ]

@@ -12,15 +12,11 @@ that are still in flight is made known when they have come back.
 from __future__ import annotations
 
 import hashlib
-import sys
 from array import array
 from collections.abc import Iterable
 
 from sidestep.engine_core.kv_cache.block_pool import BlockPool
 from sidestep.engine_core.requests.request import Request
-
-_NEVER = sys.maxsize
-"""Value of `num_registered` for a request whose blocks other requests must not find."""
 
 
 class KVCacheManager:
@@ -69,11 +65,9 @@ class KVCacheManager:
             return False
         for block in hits:
             self.pool.share(block)
-        request.block_ids = hits + self.pool.allocate(
-            self.blocks_for(len(request.token_ids)) - len(hits)
-        )
-        request.num_computed = num_hit
-        request.num_registered = len(hits) if self.enable_prefix_caching else _NEVER
+        new = self.pool.allocate(self.blocks_for(len(request.token_ids)) - len(hits))
+        request.blocks.take(hits + new, len(hits) if self.enable_prefix_caching else None)
+        request.continue_at(num_hit)
         # A preempted request finds its own blocks again, which the metrics do not count as a hit.
         if self.enable_prefix_caching and not request.num_preemptions:
             self.num_queried_tokens += len(request.token_ids)
@@ -91,36 +85,35 @@ class KVCacheManager:
 
         Return None, and change nothing, if there are too few.
         """
-        wanted = self.blocks_for(num_tokens) - len(request.block_ids)
+        wanted = self.blocks_for(num_tokens) - len(request.blocks.ids)
         if wanted <= 0:
             return []
         if wanted > self.pool.num_free:
             return None
         blocks = self.pool.allocate(wanted)
-        request.block_ids += blocks
+        request.blocks.grow(blocks)
         return blocks
 
     def remember(self, request: Request) -> None:
         """Make known the full blocks whose tokens are known and computed."""
         full = min(request.num_computed, len(request.token_ids)) // self.block_size
-        if full <= request.num_registered:
+        held = request.blocks
+        if full <= held.num_registered:
             return
         self._extend_hashes(request, full)
-        for index in range(request.num_registered, full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_registered = full
+        for index in range(held.num_registered, full):
+            self.pool.register(held.ids[index], held.hashes[index])
+        held.registered(full)
 
     def free(self, request: Request) -> None:
         """Take all blocks of a request back.
 
         Its last blocks are reused first: a prefix is worth more than what follows it.
         """
-        self.pool.free(reversed(request.block_ids))
-        if request.copy_source >= 0:
-            self.pool.free([request.copy_source])
-            request.copy_source = -1
-        request.block_ids = []
-        request.num_registered = 0
+        self.pool.free(reversed(request.blocks.ids))
+        if request.blocks.copy_source >= 0:
+            self.pool.free([request.blocks.copy_source])
+        request.blocks.release()
 
     def reset_prefix_cache(self, holders: Iterable[Request]) -> None:
         """Forget all cached prefixes.
@@ -130,7 +123,7 @@ class KVCacheManager:
         """
         self.pool.reset_cache()
         for request in holders:
-            request.num_registered = _NEVER
+            request.blocks.hide()
 
     def check_invariants(self, requests: list[Request]) -> None:
         """Raise AssertionError when reference counts differ from what requests hold.
@@ -140,13 +133,12 @@ class KVCacheManager:
         self.pool.check_invariants()
         refs = [0] * self.pool.num_blocks
         for request in requests:
-            assert len(set(request.block_ids)) == len(request.block_ids), (
-                f"{request} holds a block twice"
-            )
-            for block in request.block_ids:
+            held = request.blocks
+            assert len(set(held.ids)) == len(held.ids), f"{request} holds a block twice"
+            for block in held.ids:
                 refs[block] += 1
-            if request.copy_source >= 0:
-                refs[request.copy_source] += 1
+            if held.copy_source >= 0:
+                refs[held.copy_source] += 1
         assert refs == self.pool._refs, "reference counts are not what requests hold"
 
     def num_shared(self, request: Request) -> int:
@@ -174,27 +166,28 @@ class KVCacheManager:
         It shares the source's full blocks and gets new ones for the rest. The first new block must
         become a copy of the source's block with that index.
         """
-        shared = source.block_ids[: self.num_shared(request)]
+        shared = source.blocks.ids[: self.num_shared(request)]
         for block in shared:
             self.pool.share(block)
-        request.block_ids = shared + self.pool.allocate(self._num_own_blocks(request))
-        request.num_computed = request.num_prompt - 1
-        request.num_registered = len(shared) if self.enable_prefix_caching else _NEVER
-        if request.num_computed % self.block_size:
-            request.copy_source = source.block_ids[len(shared)]
-            self.pool.share(request.copy_source)
+        new = self.pool.allocate(self._num_own_blocks(request))
+        num_computed, copied = request.num_prompt - 1, -1
+        if num_computed % self.block_size:
+            copied = source.blocks.ids[len(shared)]
+            self.pool.share(copied)
+        num_registered = len(shared) if self.enable_prefix_caching else None
+        request.blocks.take(shared + new, num_registered, copied)
+        request.continue_at(num_computed)
 
     def branch(self, source: Request, request: Request) -> None:
         """Replace a request's blocks, so that it continues all that the source has computed."""
         full, rest = divmod(source.num_computed, self.block_size)
-        shared, copied = source.block_ids[:full], source.block_ids[full] if rest else -1
+        held = source.blocks
+        shared, copied = held.ids[:full], held.ids[full] if rest else -1
         for block in (*shared, copied) if rest else shared:
             self.pool.share(block)
         self.free(request)
-        request.block_ids = shared
-        request.copy_source = copied
-        request.num_computed = source.num_computed
-        request.num_registered = source.num_registered
+        request.blocks.take(shared, held.num_registered, copied)
+        request.continue_at(source.num_computed)
 
     def _match_prefix(self, request: Request) -> list[int]:
         """Return the cached blocks of the request's prefix.
@@ -206,7 +199,7 @@ class KVCacheManager:
         full = (len(request.token_ids) - 1) // self.block_size
         self._extend_hashes(request, full)
         hits: list[int] = []
-        for block_hash in request.block_hashes[:full]:
+        for block_hash in request.blocks.hashes[:full]:
             block = self.pool.lookup(block_hash)
             if block is None:
                 break
@@ -215,13 +208,15 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, full: int) -> None:
         """Hash the first `full` blocks of known tokens; hashes from earlier calls are kept."""
-        hashes, size = request.block_hashes, self.block_size
-        for index in range(len(hashes), full):
-            parent = hashes[-1] if hashes else b""
+        known, size = request.blocks.hashes, self.block_size
+        parent, new = known[-1] if known else b"", list[bytes]()
+        for index in range(len(known), full):
             if index == request.num_public_tokens // size:
                 parent = _salted(parent, request.cache_salt)
             tokens = array("i", request.token_ids[index * size : (index + 1) * size]).tobytes()
-            hashes.append(hashlib.sha256(parent + tokens).digest())
+            parent = hashlib.sha256(parent + tokens).digest()
+            new.append(parent)
+        request.blocks.add_hashes(new)
 
 
 def _salted(parent: bytes, cache_salt: str | None) -> bytes:

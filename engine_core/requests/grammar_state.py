@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ class GrammarState:
 
     -1 if the grammar goes on.
     """
+    next_drafts: Sequence[int] = ()
+    """Drafts that the worker has for the request's next step."""
     job: MaskJob | None = None
     """Job that computes its next mask; None between steps."""
     row: int = 0
@@ -69,6 +72,10 @@ class GrammarState:
         """Note that the matcher has taken a step's tokens. end: see the field of this name."""
         self.end = end
 
+    def expect(self, drafts: Sequence[int]) -> None:
+        """Note the drafts that the worker has for the request's next step."""
+        self.next_drafts = drafts
+
     def ask(self, job: MaskJob, row: int) -> None:
         """Note that this row of a job is its next mask."""
         self.job, self.row = job, row
@@ -84,6 +91,10 @@ class GrammarState:
         self.mask_s = job.seconds[self.row]
         mask: Int32 = job.masks[self.row]
         return mask
+
+    def mask_sent(self, index: int) -> None:
+        """Note the mask index of its last mask."""
+        self.mask_index = index
 
     def leave_out(self) -> None:
         """Note that a step leaves the request out because its masks take long."""

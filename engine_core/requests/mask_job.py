@@ -35,6 +35,15 @@ class MaskJob:
     error: BaseException | None = None
     """Exception of the library; None if it raised none."""
 
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that nobody computes it any more. error: what the library has raised."""
+        self.error, self.is_done = error, True
+
+    def mask_taken(self) -> bool:
+        """Note that one of its masks has been taken; return whether all have."""
+        self.num_left -= 1
+        return not self.num_left
+
     def run(self, executor: LLExecutor | None, num_threads: int, until: float = FOREVER) -> None:
         """Compute the masks until `until`, a time of the monotonic clock.
 

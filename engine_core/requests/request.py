@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
+from sidestep.engine_core.requests.candidates import Candidates
 from sidestep.engine_core.requests.grammar_state import GrammarState
+from sidestep.engine_core.requests.held_blocks import HeldBlocks
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.progress import Progress
+from sidestep.engine_core.requests.request_drafts import RequestDrafts
 from sidestep.engine_core.requests.timing import Timing
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
-from sidestep.ipc.transport.records import RequestRecord, WaitReason
 
 
-class RequestStatus(enum.IntEnum):
-    """State of a request in its life."""
-
-    WAITING = 0
-    RUNNING = 1
-    PREEMPTED = 2
-    FINISHED = 3
-
-
-@dataclass(slots=True, eq=False)
-class Request:
-    """A request and its state.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request(Progress):
+    """A request and its state, which its methods alone change.
 
     `eq=False`: the scheduler compares requests by identity, and that is faster.
     """
@@ -33,12 +27,7 @@ class Request:
     client: int
     handle: int
     request_id: str
-    token_ids: list[int]
-    """The prompt, then the known outputs."""
-    num_prompt: int
     sampling: SamplingParams
-    max_total: int
-    """Prompt plus the most outputs it may have."""
     stop_ids: frozenset[int]
     """Tokens that end it."""
     eos_ids: frozenset[int]
@@ -51,50 +40,16 @@ class Request:
     deadline: float | None = None
     group: Group | None = None
     """The group that it belongs to; None if it is alone."""
-    parked: bool = False
-    """Whether it runs, but gets no row in any step for now."""
-    is_new: bool = False
-    """Whether the worker's row of its slot is still an older one, of another request or its own."""
-    copy_source: int = -1
-    """A block that it holds until its own block of the next token has become a copy of it.
-
-    -1 for none.
-    """
     controls: bytes = b""
     """Encoded controls for the workers; see ipc/params/logits_controls.py."""
     has_past_sent: bool = False
     """Whether workers get all of its tokens when it enters, also those in the cache."""
-    status: RequestStatus = RequestStatus.WAITING
-    slot: int = -1
-    """The worker's row, from being scheduled until it ends or is preempted; -1 without one."""
-    block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)
-    """Hashes of the full blocks of `token_ids`, as far as they were needed."""
-    num_registered: int = 0
-    """How many of its blocks the pool knows by hash."""
-    num_computed: int = 0
-    """Tokens computed, or being computed by a step in flight if it accepts all of its drafts."""
-    num_placeholders: int = 0
-    """Tokens that steps in flight will add if they accept all of their drafts."""
-    num_sampling: int = 0
-    """Steps in flight that sample for it: each adds at least one token."""
-    num_in_flight: int = 0
-    """Steps in flight that touch its slot and blocks."""
+    blocks: HeldBlocks = field(default_factory=HeldBlocks)
     max_drafts: int = 0
     """Most drafts of a step."""
-    next_drafts: Sequence[int] = ()
-    """Drafts that the worker has for the next step; known only of a request with a grammar."""
-    num_verifying_steps: int = 0
-    """Steps that have verified drafts."""
-    num_verified: int = 0
-    """Drafts that have been verified."""
-    num_accepted: int = 0
-    """Drafts that have been accepted."""
-    next_beat: int = 0
-    """First beat of the pipeline in which the first stage has its token and can go on."""
+    drafts: RequestDrafts = field(default_factory=RequestDrafts)
     num_cached_tokens: int = 0
     """Prompt tokens found in the cache when it was first scheduled."""
-    num_preemptions: int = 0
     was_started: bool = False
     """Whether its frontend knows that it has been scheduled."""
     grammar: GrammarState | None = None
@@ -104,12 +59,16 @@ class Request:
         return (
             f"Request({self.request_id!r}, {self.status.name.lower()}, slot={self.slot}, "
             f"tokens={len(self.token_ids)}/{self.max_total}, computed={self.num_computed}, "
-            f"in_flight={self.num_in_flight}, blocks={len(self.block_ids)})"
+            f"in_flight={self.num_in_flight}, blocks={len(self.blocks.ids)})"
         )
 
     @classmethod
     def from_message(
-        cls, message: AddRequest, max_model_len: int, eos_token_ids: frozenset[int]
+        cls,
+        message: AddRequest,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        max_drafts: int = 0,
     ) -> Self:
         """Return a waiting request."""
         prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
@@ -133,13 +92,10 @@ class Request:
             num_public_tokens=message.num_public_tokens,
             deadline=message.deadline,
             controls=message.controls,
-            has_past_sent=bool(message.controls),
+            # A proposer looks at all tokens, also at those in the cache.
+            has_past_sent=bool(message.controls) or max_drafts > 0,
+            max_drafts=max_drafts,
         )
-
-    @property
-    def num_outputs(self) -> int:
-        """Known output tokens."""
-        return len(self.token_ids) - self.num_prompt
 
     @property
     def lacks_matcher(self) -> bool:
@@ -158,50 +114,37 @@ class Request:
         This is never true of a beam: it waits for the other beams of its search, which may be in
         steps to come.
         """
-        return len(self.token_ids) + self.num_sampling >= self.max_total and not (
-            self.group is not None and self.group.parks_after_rows
-        )
+        return len(self.token_ids) + self.num_sampling >= self.max_total and not self.is_beam
 
-    # Its rows.
+    @property
+    def is_beam(self) -> bool:
+        """Whether its group chooses its tokens."""
+        return self.group is not None and self.group.chooses_tokens
 
-    def plan_row(self, num_tokens: int) -> bool:
-        """Note a row of known or sampled tokens in the next step; return whether it samples."""
-        self.num_computed += num_tokens
-        self.num_in_flight += 1
-        samples = self.num_computed >= len(self.token_ids)
-        if samples:
-            self.num_placeholders += 1
-            self.num_sampling += 1
-        return samples
+    def join(self, group: Group, max_total: int) -> None:
+        """Become a member of a group, none of which may have more than `max_total` tokens."""
+        self.group = group
+        self.max_total = min(self.max_total, max_total)
 
-    def plan_drafts(self, num_drafts: int) -> None:
-        """Note that the row just planned may accept this many drafts."""
-        self.num_computed += num_drafts
-        self.num_placeholders += num_drafts
+    def become_beam(self, controls: bytes, *, is_first: bool) -> None:
+        """Let a search choose its tokens. The frontend hears of the search's first beam alone.
 
-    def take_sample(self, num_drafts: int, num_accepted: int) -> None:
-        """Note that the oldest step that samples is back.
-
-        num_drafts: drafts it was planned with. num_accepted: drafts that it has accepted.
+        controls: those that ask the workers for candidates.
         """
-        self.num_sampling -= 1
-        self.num_placeholders -= 1
-        if num_drafts:
-            self.num_placeholders -= num_drafts
-            self.num_computed -= num_drafts - num_accepted
+        self.controls, self.has_past_sent = controls, False
+        self.was_started = not is_first
 
-    def postpone_sample(self, num_drafts: int) -> None:
-        """Take a sample out of the newest step; the next step computes the token again.
+    def restrict(self, grammar: GrammarState) -> None:
+        """Let its output follow a grammar."""
+        self.grammar = grammar
 
-        For the workers it is as if the request entered in that next step, with all its known
-        tokens.
-        """
-        self.num_sampling -= 1
-        self.num_placeholders -= 1 + num_drafts
-        self.num_computed -= 1 + num_drafts
-        self.is_new = True
+    def started(self, num_cached_tokens: int, now: float) -> None:
+        """Note that its frontend gets to know that it has been scheduled."""
+        self.was_started = True
+        self.num_cached_tokens = num_cached_tokens
+        self.timing.scheduled_at(now)
 
-    def finish_of(self, token: int) -> tuple[FinishReason, int | None] | None:
+    def sampled(self, token: int) -> tuple[FinishReason, int | None] | None:
         """Append a sampled token; return why the request ends with it, or None.
 
         The end of its grammar is not looked at.
@@ -220,6 +163,25 @@ class Request:
             return FinishReason.REPETITION, None
         return None
 
+    def fork(self, other: Request) -> None:
+        """Take over the known tokens of another beam."""
+        self.token_ids = other.token_ids.copy()
+        self.blocks.copy_hashes(other.blocks)
+
+    def chosen(self, token: int) -> None:
+        """Take the next token, which its search has chosen, and have rows again."""
+        self.token_ids.append(token)
+        self.parked = False
+
+
+class Decision(NamedTuple):
+    """The decision of a group whose members have all had their rows."""
+
+    branches: list[tuple[Request, Request]]
+    """Pairs of members: the second must continue all that the first has computed."""
+    is_over: bool = False
+    """Whether the group ends."""
+
 
 @dataclass(slots=True, eq=False)
 class Group:
@@ -237,17 +199,12 @@ class Group:
     """Members that run, but are parked until the prompt is computed."""
 
     @property
-    def parks_after_rows(self) -> bool:
-        """Whether a member that has had its row is parked until the others have.
+    def chooses_tokens(self) -> bool:
+        """Whether the group chooses its members' tokens, when all of them have had their rows.
 
-        Such a row computes a token that the group has chosen, which the member has not sampled.
+        The log-probabilities of these rows then go to the group, not to the frontend.
         """
         return False
-
-    @property
-    def tells_logprobs(self) -> bool:
-        """Whether log-probabilities of the members go to their frontend, not to the group."""
-        return True
 
     @property
     def waiting(self) -> list[Request]:
@@ -275,9 +232,38 @@ class Group:
         """Note that these have got their slots and blocks; all but the first are parked."""
         self.queued = None
         for request in together[1:]:
-            request.parked = True
+            request.park()
         self.forks = list(self.sharing(together))
         self.source = together[0] if self.forks else None
+
+    def queue(self, request: Request) -> None:
+        """Note that a member stands in the queue for all that wait."""
+        self.queued = request
+
+    def row_planned(self, request: Request) -> bool:
+        """Note that the next step has a row of a member that samples.
+
+        Return whether the group has chosen the row's token, which the member has not sampled.
+        """
+        return False
+
+    def take(self, request: Request, candidates: Candidates) -> Decision | None:
+        """Take the result of a member's row; return what follows for the group, None for nothing.
+
+        Called if `chooses_tokens`.
+        """
+        return None
+
+    def part(self, request: Request) -> None:
+        """Go on without a member that has ended.
+
+        If it stood in the queue, another member that waits does so from now on.
+        """
+        self.members.remove(request)
+        if request is self.queued:
+            self.queued = next(iter(self.waiting), None)
+        if request in self.forks:
+            self.forks.remove(request)
 
     def stop_forking(self) -> None:
         """Note that no member waits for the prompt any more."""
@@ -285,37 +271,14 @@ class Group:
         self.forks.clear()
 
 
+def without_complete(running: Iterable[Request]) -> list[Request]:
+    """Return the running requests that still need rows: `will_be_complete` is not true of them.
+
+    Each step calls it, and calls the property of a few requests only.
+    """
+    return [r for r in running if len(r.token_ids) + r.num_sampling < r.max_total or r.is_beam]
+
+
 def grammars_of(requests: Iterable[Request]) -> list[GrammarState]:
     """Return the grammar of each request; all of them have one."""
     return [request.grammar for request in requests if request.grammar is not None]
-
-
-def make_record(
-    request: Request,
-    *,
-    waiting_for: WaitReason | None = None,
-    finished: float | None = None,
-    reason: str | None = None,
-) -> RequestRecord:
-    """Return what users see of a request."""
-
-    def nanoseconds(time: float | None) -> int | None:
-        return None if time is None else int(time * 1e9)
-
-    timing = request.timing
-    return RequestRecord(
-        request_id=request.request_id,
-        client=request.client,
-        status=request.status.name.lower(),
-        waiting_for=waiting_for,
-        num_prompt_tokens=request.num_prompt,
-        num_cached_tokens=request.num_cached_tokens,
-        num_output_tokens=request.num_outputs,
-        num_preemptions=request.num_preemptions,
-        arrival_ns=int(timing.arrival * 1e9),
-        queued_ns=int(timing.queued * 1e9),
-        scheduled_ns=nanoseconds(timing.scheduled),
-        first_token_ns=nanoseconds(timing.first_token),
-        finished_ns=nanoseconds(finished),
-        finish_reason=reason,
-    )

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.roster import Roster
@@ -94,9 +95,7 @@ class Admission:
 
     def _tell_started(self, request: Request, num_cached: int) -> None:
         now = self._clock()
-        request.was_started = True
-        request.num_cached_tokens = num_cached
-        request.timing.scheduled_at(now)
+        request.started(num_cached, now)
         self._outboxes.of(request.client).started.append(
             Started(handle=request.handle, num_cached_tokens=num_cached, scheduled=now)
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.ipc.model.speculative_config import SpeculativeConfig, tiers_of
-from sidestep.ipc.transport.step import StepOutput
+from sidestep.ipc.transport.step import Int32, StepOutput
 
 _WEIGHT = 0.1
 """Weight of a new time in a running mean."""
@@ -43,6 +43,17 @@ class _Time:
     """Times that it was measured."""
     last: int = 0
     """Number of the step that measured it last."""
+
+    def learn(self, seconds: float, step: int) -> None:
+        """Take the time of a step, and its number."""
+        self.measured += 1
+        # The first steps of a kind may have waited for memory, code or clocks: the least counts.
+        if self.measured <= 3:
+            self.seconds = seconds if self.measured == 1 else min(self.seconds, seconds)
+        else:
+            self.seconds += _WEIGHT * (seconds - self.seconds)
+        self.seconds = max(self.seconds, 1e-9)
+        self.last = step
 
 
 @dataclass(slots=True)
@@ -78,6 +89,12 @@ class DraftCounts:
     num_accepted: int = 0
     by_position: list[int] = field(default_factory=list)
     """Accepted drafts at each position of a row."""
+
+    def add(self, drafts: Int32, accepted: Int32) -> None:
+        """Add a step's drafts. drafts: [rows] how many each row verified. accepted: [rows]."""
+        self.num_rows += int((drafts > 0).sum())
+        self.num_drafts += int(drafts.sum())
+        self.num_accepted += int(accepted.sum())
 
 
 class DraftBudget:
@@ -167,14 +184,7 @@ class DraftBudget:
 
     def _learn_time(self, plan: StepPlan, seconds: float) -> None:
         time = self._times.setdefault((len(plan.rows).bit_length(), plan.num_drafts), _Time())
-        time.measured += 1
-        # The first steps of a kind may have waited for memory, code or clocks: the least counts.
-        if time.measured <= 3:
-            time.seconds = seconds if time.measured == 1 else min(time.seconds, seconds)
-        else:
-            time.seconds += _WEIGHT * (seconds - time.seconds)
-        time.seconds = max(time.seconds, 1e-9)
-        time.last = self._num_steps
+        time.learn(seconds, self._num_steps)
 
     def _learn_acceptance(self, plan: StepPlan, output: StepOutput) -> None:
         rows = len(plan.sampling)
@@ -183,14 +193,11 @@ class DraftBudget:
                 self._accepted[0].learn(output.num_unverified_right, rows)
             return
         drafts, accepted = output.num_drafts, output.sizes - 1
-        counts = self.counts
-        counts.num_rows += int((drafts > 0).sum())
-        counts.num_drafts += int(drafts.sum())
-        counts.num_accepted += int(accepted.sum())
+        self.counts.add(drafts, accepted)
         before = rows
         for position in range(min(plan.num_drafts, self._most)):
             here = int((accepted > position).sum())
-            counts.by_position[position] += here
+            self.counts.by_position[position] += here
             self._accepted[position].learn(here, before)
             before = here
 

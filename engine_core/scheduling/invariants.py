@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sidestep.engine_core.groups.group import check_groups
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.ipc.config_sections import StepLimits
@@ -31,7 +31,7 @@ def check_invariants(
         assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
     for request in roster.running:
         assert request.status is RequestStatus.RUNNING
-        held_blocks = len(request.block_ids) + (request.copy_source >= 0)
+        held_blocks = len(request.blocks.ids) + (request.blocks.copy_source >= 0)
         written = min(request.num_computed, request.max_total)
         assert written <= held_blocks * kv.block_size, f"{request}: too few blocks"
         assert len(request.token_ids) + request.num_sampling <= request.max_total, (

@@ -21,11 +21,6 @@ With fewer tokens, a GPU's matrix products take longer a token.
 """
 
 
-def num_to_compute(request: Request) -> int:
-    """Return the number of tokens that are known, or in flight, and not computed."""
-    return len(request.token_ids) + request.num_placeholders - request.num_computed
-
-
 def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Request]:
     """Return the running requests that may have a row at this beat, in the same order.
 
@@ -33,13 +28,13 @@ def pick_due(live: Sequence[Request], beat: int, num_stages: int) -> Sequence[Re
     """
     if num_stages == 1:
         return live
-    decoding = sum(not r.parked and num_to_compute(r) == 1 for r in live)
+    decoding = sum(not r.parked and r.num_to_compute == 1 for r in live)
     seats = -(-decoding // num_stages)
     due: list[Request] = []
     for request in live:
         if request.next_beat > beat or request.parked:
             continue
-        if num_to_compute(request) == 1:
+        if request.num_to_compute == 1:
             if seats == 0:
                 continue
             seats -= 1
@@ -55,5 +50,5 @@ def share_prompts(most: int, live: Sequence[Request], num_waiting: int, num_stag
     """
     if num_stages == 1:
         return most
-    begun = sum(count for r in live if (count := num_to_compute(r)) > 1)
+    begun = sum(count for r in live if (count := r.num_to_compute) > 1)
     return min(most, max(_LEAST_PROMPT, -(-(begun + num_waiting) // (2 * num_stages))))

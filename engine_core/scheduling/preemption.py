@@ -11,7 +11,8 @@ from itertools import chain
 
 from sidestep.engine_core.groups.group import entering_with, sharing
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.roster import Roster
 
@@ -47,7 +48,7 @@ class Room:
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
             wanted = (
-                self._kv.blocks_for(num_tokens) - len(request.block_ids) - self._kv.pool.num_free
+                self._kv.blocks_for(num_tokens) - len(request.blocks.ids) - self._kv.pool.num_free
             )
             if self._num_coming is None:
                 self._num_coming = roster.num_blocks_coming_back()
@@ -87,7 +88,7 @@ class Room:
             if not request.will_be_complete:
                 victims.append(request)
                 seats += 1
-                room += len(request.block_ids)
+                room += len(request.blocks.ids)
         if seats >= 0 and room >= 0:
             for victim in victims:
                 if victim.status is RequestStatus.RUNNING:  # not preempted with its group already

@@ -20,11 +20,13 @@ from sidestep.engine_core.groups.group import (
     found_by,
 )
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Group, Request, RequestStatus, make_record
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Group, Request, without_complete
+from sidestep.engine_core.requests.request_record import make_record
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 from sidestep.engine_core.scheduling.queue_wait import QueueWait
-from sidestep.ipc.transport.messages import Finished, FinishReason, VerifiedDrafts
+from sidestep.ipc.transport.messages import Finished, FinishReason
 from sidestep.ipc.transport.records import RequestRecord
 
 _REMEMBERED = 4096
@@ -119,9 +121,7 @@ class Roster:
 
     def seat(self, request: Request) -> None:
         """Give a request that has its blocks a slot; it runs from now on."""
-        request.slot = heapq.heappop(self.free_slots)
-        request.status = RequestStatus.RUNNING
-        request.is_new = True
+        request.seat(heapq.heappop(self.free_slots))
         self.running[request] = None
 
     @property
@@ -130,12 +130,12 @@ class Roster:
 
         A request whose last token is in flight needs no row any more.
         """
-        return sum(not r.will_be_complete for r in self.running)
+        return len(without_complete(self.running))
 
     def num_blocks_coming_back(self) -> int:
         """Return the number of blocks that are free as soon as the steps in flight are back."""
         ending = (r for r in self.running if r.will_be_complete)
-        held = Counter(block for r in chain(self.leaving, ending) for block in r.block_ids)
+        held = Counter(block for r in chain(self.leaving, ending) for block in r.blocks.ids)
         return sum(map(self._kv.pool.is_last, held.keys(), held.values()))
 
     def preempt(self, request: Request) -> None:
@@ -156,16 +156,14 @@ class Roster:
         )
         for one in together:
             del self.running[one]
-            one.status = RequestStatus.PREEMPTED
-            one.num_preemptions += 1
-            one.parked = False
+            one.preempt()
             self.num_preemptions += 1
             self._leave(one)
         if group is not None:
             self.forking.stop(group)
             if group.queued is not None:  # other members wait already
                 return
-            group.queued = together[0]
+            group.queue(together[0])
         self.elapse()
         self.queue.put_back(together[0])
 
@@ -191,7 +189,7 @@ class Roster:
             num_preemptions=request.num_preemptions,
             completes_grammar=completes_grammar,
             beams=found_by(request),
-            drafts=_drafts_of(request) if request.max_drafts else None,
+            drafts=request.drafts.message() if request.max_drafts else None,
         )
         self.forget(request, reason)
         self._outboxes.of(request.client).finished.append(word)
@@ -224,7 +222,7 @@ class Roster:
         """Free a request's slot and blocks, which no step in flight touches any more."""
         del self.leaving[request]
         heapq.heappush(self.free_slots, request.slot)
-        request.slot = -1
+        request.release()
         self._kv.free(request)
 
     def _stop(self, request: Request) -> None:
@@ -240,7 +238,7 @@ class Roster:
         elif request.group is None or request is request.group.queued:
             self.elapse()
             self.queue.forget(request)
-        request.status = RequestStatus.FINISHED
+        request.finish()
         if request.group is not None:
             self._part(request, request.group, was_outside)
         if was_running:
@@ -251,16 +249,13 @@ class Roster:
 
         was_outside: it was outside of the queue, waiting for a grammar.
         """
-        request.parked = False
-        group.members.remove(request)
-        if request is group.queued:
-            group.queued = next(iter(group.waiting), None)
-            if group.queued is not None and not was_outside:
+        was_queued = request is group.queued
+        group.part(request)
+        if group.queued is not None:
+            if was_outside:
+                self.join_queue(group.queued)
+            elif was_queued:
                 self.queue.replace(request, group.queued)
-        if was_outside and group.queued is not None:
-            self.join_queue(group.queued)
-        if request in group.forks:
-            group.forks.remove(request)
         if not group.forks:
             self.forking.stop(group)
         elif request is group.source and request.num_computed < request.num_prompt:
@@ -270,11 +265,3 @@ class Roster:
         self.leaving[request] = None
         if request.num_in_flight == 0:
             self.release(request)
-
-
-def _drafts_of(request: Request) -> VerifiedDrafts:
-    return VerifiedDrafts(
-        num_drafts=request.num_verifying_steps,
-        num_draft_tokens=request.num_verified,
-        num_accepted_tokens=request.num_accepted,
-    )

@@ -26,8 +26,10 @@ from itertools import chain, islice
 from sidestep.engine_core.groups.beams import make_beams
 from sidestep.engine_core.groups.group import make_choices, why_never
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.requests.mask_job import FOREVER
-from sidestep.engine_core.requests.request import Request, RequestStatus, make_record
+from sidestep.engine_core.requests.request import Request, grammars_of, without_complete
+from sidestep.engine_core.requests.request_record import make_record
 from sidestep.engine_core.scheduling.admission import Admission
 from sidestep.engine_core.scheduling.draft_budget import DraftBudget
 from sidestep.engine_core.scheduling.flight_recorder import Situation
@@ -122,11 +124,12 @@ class Scheduler:
     def add(self, message: AddRequest) -> None:
         """Take a request with all its choices. End it at once if it can never run."""
         if message.beam_search is None:
-            requests, field = make_choices(message, self._max_model_len, self._eos, self.kv), "n"
-            for request in requests:
-                request.max_drafts = self._limits.num_drafts
-                # A proposer looks at all tokens, also at those in the cache.
-                request.has_past_sent |= bool(request.max_drafts)
+            requests, field = (
+                make_choices(
+                    message, self._max_model_len, self._eos, self.kv, self._limits.num_drafts
+                ),
+                "n",
+            )
         else:
             requests, field = (
                 make_beams(message, message.beam_search, self._max_model_len, self._eos, self.kv),
@@ -146,14 +149,12 @@ class Scheduler:
             self._roster.compiling |= dict.fromkeys(r for r in requests if r.lacks_matcher)
         for request in told:
             self._roster.know(request)
-        if requests[0].group is not None:
-            requests[0].group.queued = requests[0]
         self._roster.join_queue(requests[0])
 
     def _refuse(self, requests: Iterable[Request], problem: str, field: str | None = None) -> None:
         """End requests that have not been taken, with an error."""
         for request in requests:
-            request.status = RequestStatus.FINISHED
+            request.finish()
             self._outboxes.of(request.client).finished.append(
                 Finished(
                     handle=request.handle, reason=FinishReason.ERROR, error=problem, field=field
@@ -241,26 +242,25 @@ class Scheduler:
         """
         budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
         self._roster.forking.unpark(self.kv)
-        # A request whose last token is in flight needs no row any more, so its seat is free
-        # already. (See Request.will_be_complete; beams are parked then.)
-        live = [
-            r
-            for r in self._roster.running
-            if len(r.token_ids) + r.num_sampling < r.max_total or r.parked
-        ]
+        # A request whose last token is in flight needs no row, so its seat is free already.
+        live = without_complete(self._roster.running)
         due, waiting = pick_due(live, beat, self._limits.num_stages), self._roster.queue.num_tokens
-        decodes = any(len(r.token_ids) + r.num_placeholders - r.num_computed == 1 for r in due)
+        decodes = any(r.num_to_compute == 1 for r in due)
         prompts = self._prompt_budget.tokens(len(due) if decodes else 0, waiting)
         prompts = share_prompts(prompts, live, waiting, self._limits.num_stages)
         left_out = share_masks(due, self._longest_s * self.grammars.num_workers)
         later = len(due)
         for request in due:
             later -= 1
-            if request.status is not RequestStatus.RUNNING or request.parked or request in left_out:
+            if (
+                request.status is not RequestStatus.RUNNING
+                or request.parked
+                or (left_out and request in left_out)
+            ):
                 # It was preempted while this loop made room for another, or it is parked, or its
                 # mask takes too long for this step.
                 continue
-            count = len(request.token_ids) + request.num_placeholders - request.num_computed
+            count = request.num_to_compute
             # Drafts in flight may end it: a row would then lie behind its last token.
             if request.num_computed + count >= request.max_total:
                 continue
@@ -270,20 +270,14 @@ class Scheduler:
             if count <= 0:
                 continue
             blocks: list[int] | None = _NO_BLOCKS
-            if request.num_computed + count > len(request.block_ids) * block_size:
+            if request.num_computed + count > len(request.blocks.ids) * block_size:
                 blocks = self._room.grow(request, request.num_computed + count)
             if blocks is None:
                 continue
             if request.is_new:
                 step.enter(request, count)
-            elif request.group is None:
-                step.add(request, count, blocks)
             else:
                 step.add(request, count, blocks)
-                if request.group.parks_after_rows:
-                    request.parked = request.num_placeholders > 0  # until the search has chosen
-                    if request.parked and count == 1:
-                        step.force(request)
             self._policy.charge(request, count)
             budget -= count
             if count > 1:
@@ -343,12 +337,13 @@ class Scheduler:
         rows = [row for row, request in plan.masked if request in masks]
         there = [request for _, request in plan.masked if request in masks]
         found, most = [masks[request] for request in there], self._limits.num_drafts
+        states = grammars_of(there)
         if not most:
-            return self._masks.message(plan.step_id, rows, there, found)
-        behind = self.grammars.masks_behind_drafts(there, list(map(plan.drafts_of, there)))
+            return self._masks.message(plan.step_id, rows, states, found)
+        behind = self.grammars.masks_behind_drafts(states, list(map(plan.drafts_of, there)))
         # The step may accept all of its drafts, and the next one has as many again.
-        forced = forced_tokens(there, found, 2 * most + 1)
-        return self._masks.message(plan.step_id, rows, there, found, behind, forced)
+        forced = forced_tokens(states, found, 2 * most + 1)
+        return self._masks.message(plan.step_id, rows, states, found, behind, forced)
 
     def _masks_in_time(self, plan: StepPlan, requests: Sequence[Request]) -> dict[Request, Int32]:
         """Return the masks of the newest step that are in time; other requests do not sample."""

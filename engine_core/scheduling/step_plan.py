@@ -43,7 +43,7 @@ class StepPlan:
 class _Rows:
     requests: list[Request] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
-    blocks: list[list[int]] = field(default_factory=list)
+    new_blocks: list[list[int]] = field(default_factory=list)
     """New blocks of each row."""
     samples: list[bool] = field(default_factory=list)
     forced: list[tuple[int, int]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class StepBuilder:
         """
         self._step_id = step_id
         self._beat = beat
-        self._num_stages = num_stages
+        self._next_beat = beat + num_stages
         self._block_size = block_size
         self._single = _Rows()
         self._chunks = _Rows()
@@ -79,14 +79,17 @@ class StepBuilder:
     def add(self, request: Request, num_tokens: int, blocks: list[int]) -> _Rows:
         """Add the row of a running request, with its new blocks. Advances the request's counts."""
         rows = self._single if num_tokens == 1 else self._chunks
-        samples = request.plan_row(num_tokens)
-        if samples:
-            request.next_beat = self._beat + self._num_stages
+        samples = request.plan_row(num_tokens, self._next_beat)
+        if samples and request.group is not None:
+            is_chosen = request.group.row_planned(request)
+            # A request that enters sends its tokens, and a chunk has none that was chosen.
+            if is_chosen and num_tokens == 1 and not request.is_new:
+                rows.forced.append((request.slot, request.token_ids[-1]))
         if request.grammar is not None:
             self._has_grammars = True
         rows.requests.append(request)
         rows.num_tokens.append(num_tokens)
-        rows.blocks.append(blocks)
+        rows.new_blocks.append(blocks)
         rows.samples.append(samples)
         return rows
 
@@ -97,17 +100,13 @@ class StepBuilder:
         too.
         """
         num_cached = request.num_computed
-        if request.copy_source >= 0:
-            self._copies.append(
-                (request.copy_source, request.block_ids[num_cached // self._block_size])
-            )
-            request.copy_source = -1
-        rows = self.add(request, num_tokens, request.block_ids.copy())
+        held = request.blocks
+        if (source := held.take_copy_source()) >= 0:
+            self._copies.append((source, held.ids[num_cached // self._block_size]))
+        rows = self.add(request, num_tokens, held.ids.copy())
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
-        request.is_new = False
-        if request.group is not None and request.group.parks_after_rows:
-            request.parked = request.num_placeholders > 0
+        request.entered()
 
     @property
     def can_have_drafts(self) -> bool:
@@ -131,24 +130,17 @@ class StepBuilder:
         growing = [
             (i, r, end)
             for i, (r, end) in enumerate(zip(rows.requests, ends, strict=True))
-            if end > len(r.block_ids) * size
+            if end > len(r.blocks.ids) * size
         ]
-        wanted = sum(kv.blocks_for(end) - len(r.block_ids) for _, r, end in growing)
+        wanted = sum(kv.blocks_for(end) - len(r.blocks.ids) for _, r, end in growing)
         if wanted > kv.pool.num_free:
             return False
         for i, request, end in growing:
-            rows.blocks[i] = rows.blocks[i] + (kv.grow(request, end) or [])
+            rows.new_blocks[i] = rows.new_blocks[i] + (kv.grow(request, end) or [])
         for request in rows.requests:
             request.plan_drafts(min(num_drafts, request.max_drafts))
         self._num_drafts = num_drafts
         return True
-
-    def force(self, request: Request) -> None:
-        """Let the row added last compute the last known token, which it has not sampled.
-
-        The row has one token.
-        """
-        self._single.forced.append((request.slot, request.token_ids[-1]))
 
     @property
     def copied(self) -> list[int]:
@@ -176,7 +168,7 @@ class StepBuilder:
             if self._has_grammars
             else []
         )
-        blocks = first.blocks + then.blocks
+        blocks = first.new_blocks + then.new_blocks
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),

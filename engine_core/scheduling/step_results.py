@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sidestep.engine_core.groups.beam_search import Candidates
-from sidestep.engine_core.groups.beams import BeamGroup, candidates_of_beams
+from sidestep.engine_core.groups.beams import candidates_of_beams
 from sidestep.engine_core.groups.request_logprobs import share_logprobs
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.candidates import Candidates
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Group, Request
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
@@ -62,7 +63,8 @@ class StepResults:
                 self._roster.fail(request, problem)
         if len(output.next_sizes):
             for request, drafts in zip(plan.sampling, output.next_by_row(), strict=True):
-                request.next_drafts = drafts
+                if request.grammar is not None:
+                    request.grammar.expect(drafts)
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """Take the output of a step that was planned as `plan`."""
@@ -82,14 +84,13 @@ class StepResults:
             request.take_sample(plan.drafts_of(request) if most else 0, len(tokens) - 1)
             if request.status is RequestStatus.FINISHED:
                 continue
-            if candidates and isinstance(request.group, BeamGroup):
-                self._take_candidates(request, request.group, candidates[request])
+            if candidates and request.group is not None and request in candidates:
+                self._take_candidates(request.group, request, candidates[request])
             else:
                 self._take_tokens(request, tokens)
         # 2. Slots and blocks that no step in flight touches any more go back.
         for request in plan.rows:
-            request.num_in_flight -= 1
-            if request.num_in_flight == 0 and request.status is not RequestStatus.RUNNING:
+            if request.row_is_back():
                 self._roster.release(request)
 
     def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
@@ -99,9 +100,8 @@ class StepResults:
         for request, drafts, size in zip(
             plan.sampling, output.num_drafts.tolist(), output.sizes.tolist(), strict=True
         ):
-            request.num_verifying_steps += drafts > 0
-            request.num_verified += drafts
-            request.num_accepted += size - 1
+            if drafts:
+                request.drafts.verified(drafts, size - 1)
 
     def _take_tokens(self, request: Request, tokens: Sequence[int]) -> None:
         """Take a row's tokens in their order, up to the one that ends the request."""
@@ -116,7 +116,7 @@ class StepResults:
             outbox.handles.append(handle)
             outbox.tokens.append(token)
             left -= 1
-            finish = request.finish_of(token)
+            finish = request.sampled(token)
             if finish is not None:
                 break
         # Its length may have ended it before its grammar does.
@@ -125,7 +125,7 @@ class StepResults:
         # A block that has become full can be shared from now on.
         if (
             min(request.num_computed, len(request.token_ids)) // self._kv.block_size
-            > request.num_registered
+            > request.blocks.num_registered
             and request.status is RequestStatus.RUNNING
         ):
             self._kv.remember(request)
@@ -138,16 +138,16 @@ class StepResults:
                 completes_grammar=reason is FinishReason.STOP and token not in request.stop_ids,
             )
 
-    def _take_candidates(self, request: Request, group: BeamGroup, candidates: Candidates) -> None:
-        """Take the candidates of a beam. After the last beam's, the search advances or ends."""
+    def _take_candidates(self, group: Group, request: Request, candidates: Candidates) -> None:
+        """Give a member's candidates to its group, and do what the group decides."""
         if request.timing.first_token is None:
             request.timing.first_token_at(self._clock())
-        if not group.take(request, candidates):
+        if request.status is RequestStatus.RUNNING:
+            self._kv.remember(request)
+        decision = group.take(request, candidates)
+        if decision is None:
             return
-        for beam in group.beams:
-            if group.is_running:
-                self._kv.remember(beam)
-            elif beam.status is RequestStatus.RUNNING:
-                self._roster.preempt(beam)  # as other members were meanwhile
-        if not group.advance(self._kv):
+        for source, member in decision.branches:
+            self._kv.branch(source, member)
+        if decision.is_over:
             self._roster.end(group.members[0], FinishReason.STOP)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.ipc.transport.step import Int32
 
 if TYPE_CHECKING:
@@ -29,18 +29,18 @@ MOST_S = 2e-3
 
 
 def cheap_drafts(
-    requests: Sequence[Request], most: Sequence[int], num_threads: int
+    grammars: Sequence[GrammarState], most: Sequence[int], num_threads: int
 ) -> list[Sequence[int]]:
-    """Return the drafts of each request whose masks are worth their time.
+    """Return the drafts of each grammar's request whose masks are worth their time.
 
     most: drafts that each request's row may verify. The time of a mask is estimated by the last one
     of the request.
     """
     left = MOST_S * num_threads
     chosen: list[Sequence[int]] = []
-    for request, number in zip(requests, most, strict=True):
-        drafts = request.next_drafts[:number]
-        seconds = 0.0 if request.grammar is None else request.grammar.mask_s * len(drafts)
+    for grammar, number in zip(grammars, most, strict=True):
+        drafts = grammar.next_drafts[:number]
+        seconds = grammar.mask_s * len(drafts)
         if seconds > left:
             drafts = ()
         else:
@@ -50,14 +50,15 @@ def cheap_drafts(
 
 
 def masks_behind(
-    requests: Sequence[Request],
+    grammars: Sequence[GrammarState],
     drafts: Sequence[Sequence[int]],
     num_words: int,
     executor: LLExecutor | None,
 ) -> list[Sequence[Int32]]:
-    """Return the masks, [num_words] each, behind the drafts of each request that may be accepted.
+    """Return the masks, [num_words] each, behind the drafts of each grammar's request.
 
-    executor: shares the work among its threads; None to compute all here.
+    A draft that cannot be accepted ends them. executor: shares the work among its threads; None to
+    compute all here.
     """
     sizes = [1 + len(some) if some else 0 for some in drafts]
     starts = [end - size for end, size in zip(np.cumsum(sizes).tolist(), sizes, strict=True)]
@@ -65,9 +66,9 @@ def masks_behind(
     masks = np.zeros((sum(sizes), num_words), np.int32)
     place, width = masks.ctypes.data, num_words * 4
     jobs = [
-        (request.grammar.matcher, start, list(some))
-        for request, start, some in zip(requests, starts, drafts, strict=True)
-        if some and request.grammar is not None and request.grammar.matcher is not None
+        (grammar.matcher, start, list(some))
+        for grammar, start, some in zip(grammars, starts, drafts, strict=True)
+        if some and grammar.matcher is not None
     ]
     if executor is not None and jobs:
         executor.unsafe_compute_mask_ptr_with_draft_token(jobs, place, width, len(masks))
@@ -86,16 +87,18 @@ def masks_behind(
     return found
 
 
-def forced_tokens(requests: Sequence[Request], masks: Sequence[Int32], most: int) -> list[Int32]:
-    """Return, for each request, the next tokens that its grammar alone decides, at most `most`.
+def forced_tokens(
+    grammars: Sequence[GrammarState], masks: Sequence[Int32], most: int
+) -> list[Int32]:
+    """Return the next tokens that each grammar alone decides, at most `most`.
 
     They are good drafts: the text is certain, and only its division into tokens is not.
-    masks: of the next token of each request.
+    masks: of the next token of each grammar's request.
     """
     found = []
-    for request, mask in zip(requests, masks, strict=True):
+    for grammar, mask in zip(grammars, masks, strict=True):
         tokens: list[int] = []
-        matcher = None if request.grammar is None else request.grammar.matcher
+        matcher = grammar.matcher
         if matcher is not None and np.bitwise_count(mask.view(np.uint32)).sum() <= _FEW:
             tokens = matcher.compute_ff_tokens()
         found.append(np.array(tokens[:most], np.int32))

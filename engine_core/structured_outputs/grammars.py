@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sidestep.engine_core.requests.grammar_state import GrammarState
+from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.requests.mask_account import MaskAccount
-from sidestep.engine_core.requests.request import Request, RequestStatus, grammars_of
+from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.engine_core.structured_outputs.draft_masks import cheap_drafts, masks_behind
 from sidestep.engine_core.structured_outputs.grammar_costs import COUNTED_S, GRAMMAR_S, REQUEST_S
 from sidestep.engine_core.structured_outputs.mask_jobs import MaskJobs
@@ -82,6 +83,23 @@ class _Compilation:
     mask_s: float = 0.0
     """Seconds of a processor that the first mask took."""
     error: str = ""
+
+    def compile(self, tokenizer: LLTokenizer) -> None:
+        """Get its matcher, or its error. A compiling thread calls it."""
+        from llguidance import LLMatcher
+
+        begin = time.perf_counter()
+        try:
+            matcher = LLMatcher(tokenizer, self.text, limits=grammar_limits(), log_level=0)
+            begin_mask = time.thread_time()
+            matcher.compute_bitmask()  # the first mask takes longest
+            self.mask_s = time.thread_time() - begin_mask
+            self.error = problem_of(matcher) or ""
+        except BaseException as error:  # a panic of the library is one, and the thread must go on
+            self.error = f"{type(error).__name__}: {error}"
+        self.seconds = time.perf_counter() - begin
+        if not self.error:
+            self.matcher = matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -221,7 +239,7 @@ class Grammars:
         account: the account that its masks are charged to, beside that of the grammar. Return why
         it can have no matcher; None if it can.
         """
-        request.grammar = GrammarState(grammar.field, account)
+        request.restrict(GrammarState(grammar.field, account))
         if self._tokenizer is None:
             return self._problem
         if (known := self._accounts.get(grammar.text)) is not None and (
@@ -356,15 +374,15 @@ class Grammars:
             matcher.consume_token(token)
 
     def masks_behind_drafts(
-        self, requests: Sequence[Request], most: Sequence[int]
+        self, grammars: Sequence[GrammarState], most: Sequence[int]
     ) -> list[Sequence[Int32]]:
-        """Return the masks behind the drafts of each request that its row may accept.
+        """Return the masks behind the drafts of each grammar's request that its row may accept.
 
         most: drafts that each row may verify at most. Call it after `masks`, for requests whose
         mask has been taken.
         """
-        drafts = cheap_drafts(requests, most, self._num_workers)
-        return masks_behind(requests, drafts, -(-self._vocab_size // 32), self._executor)
+        drafts = cheap_drafts(grammars, most, self._num_workers)
+        return masks_behind(grammars, drafts, -(-self._vocab_size // 32), self._executor)
 
     def masks(
         self, requests: Sequence[Request], most_late: int, patience_s: float, longest_s: float
@@ -416,24 +434,6 @@ def _compile_all(
     while True:
         job = jobs.get()
         if any(w.waits for w in job.waiting):
-            _compile(tokenizer, job)
+            job.compile(tokenizer)
         done.put(job)
         bell.ring()
-
-
-def _compile(tokenizer: LLTokenizer, job: _Compilation) -> None:
-    """Give the job its matcher, or its error."""
-    from llguidance import LLMatcher
-
-    begin = time.perf_counter()
-    try:
-        matcher = LLMatcher(tokenizer, job.text, limits=grammar_limits(), log_level=0)
-        begin_mask = time.thread_time()
-        matcher.compute_bitmask()  # the first mask takes longest
-        job.mask_s = time.thread_time() - begin_mask
-        job.error = problem_of(matcher) or ""
-    except BaseException as error:  # a panic of the library is one, and this thread must go on
-        job.error = f"{type(error).__name__}: {error}"
-    job.seconds = time.perf_counter() - begin
-    if not job.error:
-        job.matcher = matcher

@@ -79,7 +79,7 @@ class MaskJobs:
             # The first job runs in any case, so that each step makes progress.
             if i == 0 or time.monotonic() < start + longest_s:
                 job.run(self._executor, self._num_threads, start + longest_s)
-            job.is_done = True
+            job.end()
         self._wait(grammars, most_late, start + patience_s, start + longest_s)
         return [self._take(grammar) for grammar in grammars]
 
@@ -142,8 +142,7 @@ class MaskJobs:
             return None
         if job.error is not None:
             raise job.error
-        job.num_left -= 1
-        if not job.num_left:
+        if job.mask_taken():
             self._taken.append(job.masks)
         return grammar.take_mask()
 
@@ -157,13 +156,14 @@ class MaskJobs:
         """Run a thread's jobs, until the process ends."""
         while True:
             job = self._jobs.get()
+            problem: BaseException | None = None
             try:
                 job.run(self._executor, self._num_threads)
             # A panic of the library is a BaseException, and the waiting thread must get it.
             except BaseException as error:
-                job.error = error
+                problem = error
             with self._ended:
-                job.is_done = True
+                job.end(problem)
                 self._awaited.discard(job)
                 if self._is_impatient or not self._awaited:
                     self._ended.notify()

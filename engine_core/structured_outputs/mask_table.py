@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from sidestep.engine_core.requests.request import Request
+from sidestep.engine_core.requests.grammar_state import GrammarState
 from sidestep.ipc.transport.step import Int32, StepMasks
 
 _NONE = np.empty(0, np.int32)
@@ -37,26 +37,25 @@ class MaskTable:
         self,
         step_id: int,
         rows: Sequence[int],
-        requests: Sequence[Request],
+        grammars: Sequence[GrammarState],
         masks: Sequence[Int32],
         behind: Sequence[Sequence[Int32]] = (),
         forced: Sequence[Int32] = (),
     ) -> StepMasks:
-        """Return the message with a step's masks, [words] each, of the requests in these rows.
+        """Return the message with a step's masks, [words] each, of the grammars in these rows.
 
-        behind: each request's masks behind its drafts; empty if none has any. forced: each
-        request's forced tokens; empty if none has any.
+        behind: each row's masks behind its drafts; empty if none has any. forced: each row's
+        forced tokens; empty if none has any.
         """
-        drafts = behind or [()] * len(requests)
+        drafts = behind or [()] * len(grammars)
         # Nothing that this step needs may be overwritten.
-        if len(self._masks) + len(requests) + sum(map(len, drafts)) > self._num_masks:
+        if len(self._masks) + len(grammars) + sum(map(len, drafts)) > self._num_masks:
             self._masks.clear()
             self._indices.clear()
         first_new, indices = len(self._masks), list[int]()
-        for request, mask, more in zip(requests, masks, drafts, strict=True):
-            assert request.grammar is not None
-            index = self._index_of(mask.tobytes(), request.grammar.mask_index)
-            request.grammar.mask_index = index
+        for grammar, mask, more in zip(grammars, masks, drafts, strict=True):
+            index = self._index_of(mask.tobytes(), grammar.mask_index)
+            grammar.mask_sent(index)
             indices.append(index)
             indices += [self._index_of(other.tobytes(), index) for other in more]
         return StepMasks(

@@ -82,11 +82,6 @@ class StepRecord:
         return step_kind(self.num_rows, self.num_prompts)
 
     @property
-    def num_rejected_tokens(self) -> int:
-        """Drafts that were not accepted."""
-        return self.num_draft_tokens - self.num_accepted_tokens
-
-    @property
     def idle_ns(self) -> int:
         """Time for which the device stood still although there was work."""
         return self.idle_result_ns + self.idle_schedule_ns + self.idle_prepare_ns

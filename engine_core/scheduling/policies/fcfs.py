@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 

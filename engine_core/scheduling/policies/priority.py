@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Iterator
 from itertools import takewhile
 
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.life import RequestStatus
+from sidestep.engine_core.requests.request import Request
 
 
 class RequestQueue(abc.ABC):

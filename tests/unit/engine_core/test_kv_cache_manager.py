@@ -24,7 +24,7 @@ def run(
     """Return a request whose prompt has been computed."""
     entered = request(prompt, salt, num_public)
     assert kv.enter(entered)
-    entered.num_computed = len(prompt)
+    entered.continue_at(len(prompt))
     kv.remember(entered)
     return entered
 
@@ -93,10 +93,10 @@ def test_a_block_is_not_found_before_it_is_computed_and_its_tokens_are_known() -
     kv = KVCacheManager(16, 4)
     entered = request([1] * 9)
     assert kv.enter(entered) and hits(kv, [1] * 9) == 0
-    entered.num_computed = 4
+    entered.continue_at(4)
     kv.remember(entered)
     assert hits(kv, [1] * 9) == 4
-    entered.num_computed = 12  # the tokens after the ninth are still in flight
+    entered.continue_at(12)  # the tokens after the ninth are still in flight
     kv.remember(entered)
     assert hits(kv, [1] * 13) == 8
     entered.token_ids += [1, 1, 1]
@@ -110,9 +110,9 @@ def test_entering_is_all_or_nothing() -> None:
     late = request([2] * 9)
     before = repr(kv)
     assert not kv.enter(late)
-    assert repr(kv) == before and late.block_ids == []
+    assert repr(kv) == before and late.blocks.ids == []
     kv.free(first)
-    assert kv.enter(late) and len(late.block_ids) == 3
+    assert kv.enter(late) and len(late.blocks.ids) == 3
 
 
 def test_a_hit_on_a_free_block_is_not_counted_as_room_for_new_ones() -> None:
@@ -127,9 +127,9 @@ def test_growing_is_all_or_nothing() -> None:
     kv = KVCacheManager(3, 4)
     entered = run(kv, [1] * 4)
     assert kv.grow(entered, 4) == []
-    assert kv.grow(entered, 13) is None and len(entered.block_ids) == 1
+    assert kv.grow(entered, 13) is None and len(entered.blocks.ids) == 1
     blocks = kv.grow(entered, 12)
-    assert blocks is not None and len(blocks) == 2 and entered.block_ids[1:] == blocks
+    assert blocks is not None and len(blocks) == 2 and entered.blocks.ids[1:] == blocks
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning() -> None:
@@ -137,7 +137,7 @@ def test_the_end_of_a_prompt_is_forgotten_before_its_beginning() -> None:
     old = run(kv, [1] * 16)
     kv.free(old)
     run(kv, [9])
-    (_, _, _, last), rest = old.block_hashes, old.block_hashes[:3]
+    (_, _, _, last), rest = old.blocks.hashes, old.blocks.hashes[:3]
     assert kv.pool.lookup(last) is None and all(kv.pool.lookup(h) is not None for h in rest)
 
 
@@ -155,7 +155,7 @@ def test_after_a_reset_neither_old_blocks_nor_what_follows_them_are_found() -> N
     assert hits(kv, [1] * 9) == 0
     run(kv, [1] * 9)  # the same beginning, computed anew
     old.token_ids += [1] * 4
-    old.num_computed = 12
+    old.continue_at(12)
     kv.remember(old)
     assert hits(kv, [1] * 13) == 8, (
         "the third block of the old request depends on what was forgotten"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from sidestep.engine_core.requests.request import Request, RequestStatus
+from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
 from sidestep.ipc.common.registry import POLICIES, load
@@ -78,7 +78,7 @@ def test_a_request_that_ended_while_it_waited_is_never_served(policy: str) -> No
     for each in waiting:
         queue.add(each)
     for gone in waiting[::2]:
-        gone.status = RequestStatus.FINISHED
+        gone.finish()
         queue.forget(gone)
     assert (
         len(queue) == 1
@@ -96,7 +96,7 @@ def test_who_stands_in_for_another_has_its_place(policy: str) -> None:
     for one in waiting:
         queue.add(one)
     queue.forget(waiting[2])
-    waiting[2].status = RequestStatus.FINISHED
+    waiting[2].finish()
     queue.replace(waiting[2], request(9))
     assert len(queue) == 4
     assert drain(queue) == [0, 1, 9, 3]
@@ -109,7 +109,7 @@ def test_one_that_was_preempted_is_stood_in_for_among_those() -> None:
     queue.put_back(second)
     queue.put_back(first)
     queue.forget(second)
-    second.status = RequestStatus.FINISHED
+    second.finish()
     queue.replace(second, request(9))
     assert drain(queue) == [1, 9, 3]
 

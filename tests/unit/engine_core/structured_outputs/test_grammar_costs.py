@@ -14,21 +14,23 @@ from tests.fakes import Clock, Engine, make_request, make_scheduler
 from tests.small_grammars import SmallGrammars, small_grammar
 
 
+def unheld() -> Request:
+    return Request.from_message(make_request([1]), 100, frozenset())
+
+
 def held(seconds: float) -> Request:
-    request = Request.from_message(make_request([1]), 100, frozenset())
-    request.grammar = GrammarState("", mask_s=seconds)
+    request = unheld()
+    request.restrict(GrammarState("", mask_s=seconds))
     return request
 
 
 def test_nobody_is_left_out_while_the_masks_fit() -> None:
     assert not share_masks([held(0.004) for _ in range(4)], 0.02)
-    plain = [Request.from_message(make_request([1]), 100, frozenset()) for _ in range(3)]
-    assert not share_masks(plain, 0.0)
+    assert not share_masks([unheld() for _ in range(3)], 0.0)
 
 
 def test_cheap_masks_come_first_and_dear_ones_take_turns() -> None:
-    cheap, dear, plain = [held(1e-5) for _ in range(50)], [held(0.03) for _ in range(4)], held(0.0)
-    plain.grammar = None
+    cheap, dear, plain = [held(1e-5) for _ in range(50)], [held(0.03) for _ in range(4)], unheld()
     served = list[Request]()
     for _ in range(8):
         out = share_masks([*dear, *cheap, plain], 0.02)

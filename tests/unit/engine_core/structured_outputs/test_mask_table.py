@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from sidestep.engine_core.requests.grammar_state import GrammarState
-from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.ipc.transport.step import StepMasks
-from tests.fakes import make_request
 
 WORDS = 3
 
@@ -31,13 +29,8 @@ class Worker:
         }
 
 
-def requests(count: int) -> list[Request]:
-    made = [
-        Request.from_message(make_request([1], handle=i), 99, frozenset()) for i in range(count)
-    ]
-    for request in made:
-        request.grammar = GrammarState("")
-    return made
+def grammars(count: int) -> list[GrammarState]:
+    return [GrammarState("") for _ in range(count)]
 
 
 def mask(number: int) -> list[int]:
@@ -45,7 +38,7 @@ def mask(number: int) -> list[int]:
 
 
 def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
-    table, (a, b) = MaskTable(8), requests(2)
+    table, (a, b) = MaskTable(8), grammars(2)
     first = table.message(0, [3, 5], [a, b], list(np.array([mask(1), mask(1)], np.int32)))
     assert (first.first_new, first.mask_indices.tolist(), first.words.tolist()) == (
         0,
@@ -66,16 +59,16 @@ def test_a_mask_that_the_workers_have_is_not_sent_again() -> None:
 @pytest.mark.parametrize("kinds", [4, 30])
 def test_workers_have_what_each_row_may_sample(num_masks: int, kinds: int) -> None:
     """Cover a table of few mask indices, as long as a step's masks fit."""
-    rng, table, worker, all_requests = (
+    rng, table, worker, everyone = (
         random.Random(num_masks),
         MaskTable(num_masks),
         Worker(num_masks),
-        requests(9),
+        grammars(9),
     )
     num_sent = 0
     for step in range(300):
         count = rng.randrange(7)
-        chosen = rng.sample(all_requests, count)
+        chosen = rng.sample(everyone, count)
         wanted = [mask(rng.randrange(kinds)) for _ in range(count)]
         message = table.message(
             step, range(count), chosen, list(np.array(wanted, np.int32).reshape(count, WORDS))
