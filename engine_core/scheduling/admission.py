@@ -66,7 +66,7 @@ class Admission:
                 roster.forking.enter(request.group, together)
             count = min(len(request.token_ids) - request.num_computed, budget)
             step.enter(request, count)
-            self._policy.charge(request, count)
+            self._policy.charge([(request, count)])
             seats -= len(together)
             budget -= count
             self._kv.remember(request)

@@ -65,12 +65,12 @@ class Room:
         return blocks
 
     def yield_to_urgent(self) -> None:
-        """Preempt as many requests as the first in the queue needs, of those that it may preempt.
+        """Preempt as many requests as an urgent one needs, of those that it may preempt.
 
         Preempt none, if all of them were too few.
         """
         roster = self._roster
-        urgent = roster.queue.peek()
+        urgent = self._policy.urgent()
         if urgent is None:
             return
         candidates = self._policy.victims(roster.running, urgent)

@@ -102,7 +102,7 @@ class Scheduler:
         self._admission = Admission(
             self._roster, self._policy, kv, limits.max_num_seqs, self._outboxes, clock
         )
-        self._results = StepResults(self._roster, kv, grammars, self._outboxes, clock)
+        self._results = StepResults(self._roster, self._policy, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
         self._drafts = DraftBudget(config.speculation)
         self._plans: deque[StepPlan] = deque()
@@ -208,6 +208,7 @@ class Scheduler:
         # 2. Running requests get one token each, or a chunk of prompt, most important first.
         num_preemptions = roster.num_preemptions
         budget, prompts, seats = self._schedule_running(step, beat)
+        self._policy.charge(step.rows())
         # 3. Waiting requests enter, unless 2 preempted a request: what is free now is kept for it.
         if roster.queue:
             roster.waits.reason = (
@@ -278,7 +279,6 @@ class Scheduler:
                 step.enter(request, count)
             else:
                 step.add(request, count, blocks)
-            self._policy.charge(request, count)
             budget -= count
             if count > 1:
                 prompts -= count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -107,6 +108,11 @@ class StepBuilder:
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
         request.entered()
+
+    def rows(self) -> Iterator[tuple[Request, int]]:
+        """Yield the request of each row so far, with its number of tokens."""
+        for rows in (self._single, self._chunks):
+            yield from zip(rows.requests, rows.num_tokens, strict=True)
 
     @property
     def can_have_drafts(self) -> bool:

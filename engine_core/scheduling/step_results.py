@@ -15,6 +15,7 @@ from sidestep.engine_core.requests.candidates import Candidates
 from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.requests.request import Group, Request
 from sidestep.engine_core.scheduling.outbox import Outboxes
+from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.engine_core.structured_outputs.grammars import Grammars, follow, problem_of
@@ -28,12 +29,14 @@ class StepResults:
     def __init__(
         self,
         roster: Roster,
+        policy: Policy,
         kv: KVCacheManager,
         grammars: Grammars,
         outboxes: Outboxes,
         clock: Callable[[], float],
     ) -> None:
         self._roster = roster
+        self._policy = policy
         self._kv = kv
         self._grammars = grammars
         self._outboxes = outboxes
@@ -94,11 +97,13 @@ class StepResults:
                 self._roster.release(request)
 
     def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
-        """Add a step's drafts to the counts of their requests, before the step ends any."""
+        """Count and charge a step's drafts for their requests, before the step ends any."""
         if not len(output.num_drafts):
             return
+        verified = output.num_drafts.tolist()
+        self._policy.charge(zip(plan.sampling, verified, strict=True))
         for request, drafts, size in zip(
-            plan.sampling, output.num_drafts.tolist(), output.sizes.tolist(), strict=True
+            plan.sampling, verified, output.sizes.tolist(), strict=True
         ):
             if drafts:
                 request.drafts.verified(drafts, size - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.requests.request import Request
@@ -25,13 +25,17 @@ class FcfsPolicy(Policy):
         """Return the running requests in the order in which they have entered."""
         return running
 
+    def urgent(self) -> Request | None:
+        """Return None."""
+        return None
+
     def victims(
         self, running: dict[Request, None], urgent: Request | None = None
     ) -> Iterator[Request]:
         """Yield the running requests, the newest first; none for a waiting request."""
         return reversed(running) if urgent is None else iter(())
 
-    def charge(self, request: Request, num_tokens: int) -> None:
+    def charge(self, rows: Iterable[tuple[Request, int]]) -> None:
         """Charge nothing: turns do not depend on tokens."""
 
 

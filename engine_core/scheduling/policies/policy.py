@@ -6,7 +6,7 @@ A policy is one file in this folder and one line of POLICIES in ipc/common/regis
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
@@ -32,6 +32,13 @@ class Policy(abc.ABC):
         """
 
     @abc.abstractmethod
+    def urgent(self) -> Request | None:
+        """Return the waiting request that may preempt running ones; None if none may.
+
+        Each step asks. If there is a request, `victims` says whom it may preempt.
+        """
+
+    @abc.abstractmethod
     def victims(
         self, running: dict[Request, None], urgent: Request | None = None
     ) -> Iterator[Request]:
@@ -43,9 +50,11 @@ class Policy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Note that a step computes this number of a request's tokens.
+    def charge(self, rows: Iterable[tuple[Request, int]]) -> None:
+        """Note that rows of these requests compute these numbers of tokens.
 
-        Drafts are not counted. The scheduler calls it when it gives a row its tokens, before it
-        asks for the next request.
+        The scheduler calls it when the running requests have their rows, and for each request that
+        enters, before it asks for the next one. When the step is back, it calls it for the drafts
+        that each row has verified, whose number was not known before. A token that is computed
+        again, after a preemption or a late mask, counts again.
         """

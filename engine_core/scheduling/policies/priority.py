@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 from sidestep.engine_core.requests.life import RequestStatus
@@ -25,6 +25,10 @@ class PriorityPolicy(Policy):
         """Return the running requests by their priority numbers and times of arrival."""
         return dict.fromkeys(sorted(running, key=_key))
 
+    def urgent(self) -> Request | None:
+        """Return the request that enters next."""
+        return self.queue.peek()
+
     def victims(
         self, running: dict[Request, None], urgent: Request | None = None
     ) -> Iterator[Request]:
@@ -34,7 +38,7 @@ class PriorityPolicy(Policy):
         priority = urgent.priority
         return takewhile(lambda request: request.priority > priority, reversed(running))
 
-    def charge(self, request: Request, num_tokens: int) -> None:
+    def charge(self, rows: Iterable[tuple[Request, int]]) -> None:
         """Charge nothing: the order does not depend on tokens."""
 
 

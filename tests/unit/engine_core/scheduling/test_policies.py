@@ -2,13 +2,17 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from sidestep.engine_core.requests.request import Request
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.policies.request_queue import RequestQueue
+from sidestep.engine_core.scheduling.step_plan import StepPlan
 from sidestep.ipc.common.registry import POLICIES, load
+from sidestep.ipc.transport.step import StepOutput
 from tests.fakes import Engine, make_request, make_scheduler
 
 
@@ -153,6 +157,8 @@ def test_each_policy_lets_nobody_come_back_before_the_request_that_preempted_it(
         (urgent,) = some_requests(1, rng, 50)
         policy.queue.add(urgent)
         victims = list(policy.victims(running, urgent))
+        if victims:
+            assert policy.urgent() is urgent, "nobody would ask for them"
         assert victims == list(reversed(running))[: len(victims)], "the least important go first"
         for victim in victims:
             assert urgent not in policy.victims({urgent: None}, victim)
@@ -160,18 +166,36 @@ def test_each_policy_lets_nobody_come_back_before_the_request_that_preempted_it(
         assert policy.queue.peek() is urgent
 
 
+@pytest.mark.parametrize("speculative", [None, {"method": "synthetic", "adaptive": False}])
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_each_policy_is_charged_every_token_that_a_step_computes(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preemptions, groups and chunks of prompts count too."""
-    scheduler = make_scheduler(policy=name, num_blocks=12, block_size=2, max_num_seqs=4, budget=7)
-    engine, charged = Engine(scheduler), Counter[int]()
+    """Preemptions, groups, chunks of prompts and drafts, right or wrong, count too."""
+    scheduler = make_scheduler(
+        policy=name,
+        num_blocks=12,
+        block_size=2,
+        max_num_seqs=4,
+        budget=7 if speculative is None else 20,
+        speculative=speculative,
+    )
+    engine, charged, computed = Engine(scheduler), Counter[int](), Counter[int]()
+    num_drafts, take = 0, scheduler._results.take
 
-    def charge(request: Request, num_tokens: int) -> None:
-        charged[request.slot] += num_tokens
+    def count_drafts(plan: StepPlan, output: StepOutput) -> None:
+        nonlocal num_drafts
+        for row, drafts in zip(plan.sampling, output.num_drafts.tolist(), strict=False):
+            computed[row.slot] += drafts
+            num_drafts += drafts
+        take(plan, output)
+
+    def charge(rows: Iterable[tuple[Request, int]]) -> None:
+        for request, num_tokens in rows:
+            charged[request.slot] += num_tokens
 
     monkeypatch.setattr(scheduler._policy, "charge", charge)
+    monkeypatch.setattr(scheduler._results, "take", count_drafts)
     for handle in range(0, 12, 2):
         engine.scheduler.add(
             make_request(
@@ -180,9 +204,9 @@ def test_each_policy_is_charged_every_token_that_a_step_computes(
         )
     while engine.turn():
         pass
-    computed = Counter[int]()
     for step in engine.steps:
         for slot, count in zip(step.slots.tolist(), step.num_tokens.tolist(), strict=True):
             computed[slot] += count
     assert charged == computed
     assert scheduler.stats()["num_preemptions"] > 0
+    assert (num_drafts > 0) == (speculative is not None)
