@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,6 @@ def make_cpu_runner(rows: int, context: int) -> ModelRunner:
             scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(rows, 2048)),
         )
     )
-    runner.load()
     return runner
 
 
@@ -154,23 +154,23 @@ class Case:
 
     def __init__(self, runner: GpuRunner | ModelRunner, rows: int, context: int) -> None:
         self._runner, self._rows = runner, rows
-        self._shape = (rows, context, runner._block_size, 1000)
-        self._special = runner._special
+        self._shape = (rows, context, runner.ready.block_size, 1000)
+        assert runner._last is not None
+        self._last: Any = runner._last
+        self._special: Any = runner._last.special
 
     @torch.inference_mode()
     def seconds(self, controls: Controls, asking: int) -> float:
         """Return the seconds of a step in which `asking` rows have controls."""
-        if isinstance(self._runner, GpuRunner):
-            self._runner._reset()
         return step_time(self._runner, ControlledSteps(*self._shape, controls, asking))
 
     def without_code(self) -> float:
         """Return the seconds of a step without controls in a runner that knows none."""
-        self._runner._special = NoSpecialRows()
+        self._last.special = NoSpecialRows()
         try:
             return self.seconds(Controls(), 0)
         finally:
-            self._runner._special = self._special
+            self._last.special = self._special
 
     def after_others(self) -> float:
         """Return the seconds of a step without controls, after requests in other slots had some.

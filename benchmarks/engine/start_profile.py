@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +28,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 PARTS = {
-    "_make_tables": "tables",
-    "_make_buffers": "buffers of the host",
-    "_load_model": "model",
-    "_make_attention": "attention and its cache",
-    "_launch_all": "kernels from the cache, or given to threads",
-    "_working_bytes": "largest steps",
-    "_capture": "graphs",
+    "gpu_runner.StepMemory": "tables",
+    "gpu_runner.StepPacker": "buffers for messages",
+    "gpu_runner.LastStage": "memory of the last stage",
+    "gpu_model.LoadedModel": "model",
+    "gpu_model.StepKernels": "attention and its cache",
+    "gpu_model.capture_steps": "graphs",
+    "gpu_runner.GpuRunner._run": "largest steps",
+    "warm_up.wait_for_compiler": "waiting for the compiler",
+    "warm_up.launch_all": "kernels from the cache, or given to threads",
 }
+"""Functions and classes of executor/gpu, with what they do while the worker starts."""
 
 
 def worker_args(model: str, folder: str) -> WorkerArgs:
@@ -142,21 +146,21 @@ def run_worker(model: str, born: float) -> None:
             torch.zeros(1, device="cuda")
             torch.cuda.synchronize()
         wait = torch.cuda.synchronize
-        runner: Any = gpu_runner.GpuRunner
-        for method, name in PARTS.items():
-            setattr(runner, method, laps.around(getattr(runner, method), name, wait))
+        for path, name in PARTS.items():
+            module, _, inner = path.partition(".")
+            *owners, last = inner.split(".")
+            owner = import_module(f"sidestep.executor.gpu.{module}")
+            for each in owners:
+                owner = getattr(owner, each)
+            setattr(owner, last, laps.around(getattr(owner, last), name, wait))
         decoder: Any = DecoderForCausalLM
         decoder.warm_up = laps.around(decoder.warm_up, "products of all sizes once", wait)
-        waiting: Any = gpu_runner
-        waiting.wait_for_compiler = laps.around(
-            waiting.wait_for_compiler, "waiting for the compiler", wait
-        )
         found: list[tuple[str, bool]] = []
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: found.append(
             (src.name, cache_hit)
         )
         with laps.part("rest of loading, with what threads compile", wait):
-            runner(args_with(args, compiled)).load()
+            gpu_runner.GpuRunner(args_with(args, compiled))
         laps.print()
     missing = sorted(name for name, cached in found if not cached)
     print(

@@ -107,7 +107,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
     import triton
 
     from benchmarks.engine.start_profile import worker_args
-    from sidestep.executor.gpu.gpu_runner import GpuRunner
+    from sidestep.executor.gpu.warm_up import launch_without_gpu
     from sidestep.executor.parallel.parallel_state import LoneRank
     from sidestep.kernels.compiling import compile_for, compiling_only
     from sidestep.kernels.gpu import Gpu
@@ -117,7 +117,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
         compile_for(Gpu(capability, processors))
         triton.knobs.compilation.listener = compiler.listen
         with compiling_only(compiler):
-            GpuRunner.launch_without_gpu(worker_args(name, folder), LoneRank(0, 1))
+            launch_without_gpu(worker_args(name, folder), LoneRank(0, 1))
     return compiler.costs
 
 

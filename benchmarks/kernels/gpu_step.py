@@ -76,12 +76,10 @@ def make_runner(
             max_model_len=context + 400,
         )
     )
-    runner.load()
-    cache = getattr(runner._attention, "cache", None)
-    if cache is not None:
-        with torch.inference_mode():
-            for layer in cache:
-                layer.normal_()
+    assert runner._model.kernels is not None
+    with torch.inference_mode():
+        for layer in runner._model.kernels.attention.cache:
+            layer.normal_()
     return runner
 
 
@@ -243,9 +241,9 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
     runner = make_runner(
         model, rows, args.context, rows * args.context if prompts else 2048, options
     )
-    steps = (PromptSteps if prompts else Steps)(rows, args.context, runner._block_size, 1000)
+    steps = (PromptSteps if prompts else Steps)(rows, args.context, runner.ready.block_size, 1000)
     seconds = step_time(runner, steps, 12 if prompts else 40)
-    bounds = floors(runner._args.spec, rows, args.context, speed)
+    bounds = floors(runner._setup.args.spec, rows, args.context, speed)
     weights = sum(bounds.values()) - bounds["attention"]
     kernels = trace(runner, steps, traced)
     listed = by_name(kernels, traced)

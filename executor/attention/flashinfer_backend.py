@@ -74,6 +74,8 @@ class FlashInferAttention(AttentionBackend):
             device=setup.device,
         )
         self._wrappers: Wrappers | None = None
+        self._batch: StepBatch | None = None
+        self._num_decode = 0
 
     def begin_step(self, batch: StepBatch) -> None:
         """Plan the step."""
@@ -88,13 +90,14 @@ class FlashInferAttention(AttentionBackend):
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         """Write keys and values to the cache, then attend: decode rows, then the others."""
-        shape, setup, rows, wrappers = self._shape, self._setup, self._num_decode, self._wrappers
-        assert wrappers is not None, "begin_step comes first"
+        shape, setup, rows = self._shape, self._setup, self._num_decode
+        batch, wrappers = self._batch, self._wrappers
+        assert batch is not None and wrappers is not None, "begin_step comes first"
         cache, window = self.cache[layer], shape.windows[layer]
         qkv_rope(
             qkv,
-            self._batch.positions,
-            self._batch.slot_mapping,
+            batch.positions,
+            batch.slot_mapping,
             setup.rotary.cos,
             setup.rotary.sin,
             norms,

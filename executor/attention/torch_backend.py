@@ -105,6 +105,15 @@ class TorchAttention(AttentionBackend):
         self._host_order: Int64 = np.zeros(0, np.int64)
         """Decode rows, shortest first."""
         self._order: Tensor | None = None
+        # The plan of a step, from begin_step on.
+        none = torch.zeros(0, dtype=torch.int64, device=setup.device)
+        self._rotary = (none, none)
+        self._slot_mapping = none
+        self._chunks: list[_Chunk] = []
+        self._groups: list[_DecodeGroup] = []
+        self._num_decode = self._longest = 0
+        self._extend_copy = self._keep_copy = False
+        self._decode_blocks = self._row_index = self._last_index = none
 
     def begin_step(self, batch: StepBatch) -> None:
         """Plan the groups of decode rows and the pieces of prompts."""

@@ -6,11 +6,19 @@ sizes alone, so that steps can be captured.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.executor.attention.base import (
+    AttentionBackend,
+    AttentionSetup,
+    DeviceRows,
+    Norms,
+    StepBatch,
+)
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import config_of
@@ -22,6 +30,16 @@ _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
 number. Decode attention itself norms and rotates up to this many rows of one query each; else a
 kernel before it does."""
+
+
+class _Step(NamedTuple):
+    """Plan of a step, which its layers share."""
+
+    batch: StepBatch
+    rows: DeviceRows
+    scratch: DecodeScratch
+    plan: dict[int, tuple[Tensor, Tensor]]
+    """By window: the ends of the tiles of decode rows, and of the other rows."""
 
 
 class TritonAttention(AttentionBackend):
@@ -83,26 +101,27 @@ class TritonAttention(AttentionBackend):
             for size in {_FEW_ROWS, many}
         }
         self._sizes = (_FEW_ROWS, many)
+        self._step: _Step | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
         """Plan the step's attention on the device, for each window."""
         assert batch.rows is not None, "this backend needs rows on the device"
-        self._batch, self._rows = batch, batch.rows
         # Steps with prompts have one form. The cost of looking at the ends of many rows is nothing
         # beside the prompts, and a second form would add two of the kernels that take longest to
         # compile.
-        self._scratch = self._scratches[batch.rows.queries]
+        scratch = self._scratches[batch.rows.queries]
         few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
         size = self._sizes[0] if few else self._sizes[1]
-        self._plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
-        for window, (decode_ends, prefill_ends) in self._plan.items():
+        plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
+        self._step = _Step(batch, batch.rows, scratch, plan)
+        for window, (decode_ends, prefill_ends) in plan.items():
             plan_attention(
                 batch.rows.seq_lens,
                 batch.rows.query_starts,
                 batch.rows.header,
                 decode_ends,
                 prefill_ends,
-                tile=self._scratch.config.tile,
+                tile=scratch.config.tile,
                 tokens=self._tokens,
                 window=window,
                 queries=batch.rows.queries,
@@ -110,17 +129,19 @@ class TritonAttention(AttentionBackend):
 
     def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
         """Launch one layer's attention."""
-        shape, rows, setup = self._shape, self._rows, self._setup
+        shape, setup, step = self._shape, self._setup, self._step
+        assert step is not None, "no step has begun"
+        rows = step.rows
         rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before.
         if rows.max_prompt_rows == 0 and rows.queries == 1 and qkv.shape[0] <= _FEW_ROWS:
-            self._attend_decodes(layer, qkv, out, rope)
+            self._attend_decodes(step, layer, qkv, out, rope)
             return out
         qkv_rope(
             qkv,
-            self._batch.positions,
-            self._batch.slot_mapping,
+            step.batch.positions,
+            step.batch.slot_mapping,
             rope.cos,
             rope.sin,
             norms,
@@ -129,40 +150,42 @@ class TritonAttention(AttentionBackend):
             shape.num_heads,
         )
         if rows.max_prompt_rows == 0:
-            self._attend_decodes(layer, qkv, out, None)
+            self._attend_decodes(step, layer, qkv, out, None)
         elif rows.max_decode_rows == 0:
-            self._attend_prompts(layer, qkv, out)
+            self._attend_prompts(step, layer, qkv, out)
         else:
-            self._attend_both(layer, qkv, out)
+            self._attend_both(step, layer, qkv, out)
         return out
 
-    def _attend_both(self, layer: int, qkv: Tensor, out: Tensor) -> None:
+    def _attend_both(self, step: _Step, layer: int, qkv: Tensor, out: Tensor) -> None:
         """Launch decodes and prompts beside each other.
 
         Decodes wait for memory, prompts for tensor cores.
         """
         if self._side is None:
-            self._attend_decodes(layer, qkv, out, None)
-            self._attend_prompts(layer, qkv, out)
+            self._attend_decodes(step, layer, qkv, out, None)
+            self._attend_prompts(step, layer, qkv, out)
             return
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            self._attend_decodes(layer, qkv, out, None)
-        self._attend_prompts(layer, qkv, out)
+            self._attend_decodes(step, layer, qkv, out, None)
+        self._attend_prompts(step, layer, qkv, out)
         main.wait_stream(self._side)
 
-    def _attend_decodes(self, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None) -> None:
-        rows, window = self._rows, self._shape.windows[layer]
+    def _attend_decodes(
+        self, step: _Step, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None
+    ) -> None:
+        rows, window = step.rows, self._shape.windows[layer]
         decode_attention(
             qkv,
             self.cache[layer],
             rows.block_tables,
             rows.slots,
             rows.seq_lens,
-            self._plan[window][0],
+            step.plan[window][0],
             out,
-            self._scratch,
+            step.scratch,
             num_heads=self._shape.num_heads,
             window=window,
             scale=self._scale,
@@ -171,8 +194,8 @@ class TritonAttention(AttentionBackend):
             valid_lens=rows.valid_lens,
         )
 
-    def _attend_prompts(self, layer: int, qkv: Tensor, out: Tensor) -> None:
-        rows, window = self._rows, self._shape.windows[layer]
+    def _attend_prompts(self, step: _Step, layer: int, qkv: Tensor, out: Tensor) -> None:
+        rows, window = step.rows, self._shape.windows[layer]
         prefill_attention(
             qkv,
             self.cache[layer],
@@ -180,7 +203,7 @@ class TritonAttention(AttentionBackend):
             rows.slots,
             rows.seq_lens,
             rows.query_starts,
-            self._plan[window][1],
+            step.plan[window][1],
             out,
             self._prefill,
             num_heads=self._shape.num_heads,

@@ -17,6 +17,7 @@ from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.dense_size import layer_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.speculative_config import tiers_of
+from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
 _MOST_GRAPHED = 2048
@@ -27,6 +28,8 @@ have."""
 _LAUNCH_LAYER_S = 450e-6
 """Seconds that a slow host takes to launch the kernels of a layer with prompts one by one (a fast
 host: 130e-6)."""
+PAD = 128
+"""Steps without a graph are padded to a multiple of this many tokens."""
 _FLOPS = 5e14
 """Operations a second of large products."""
 
@@ -124,6 +127,28 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer_size(spec).matrices))
 
 
+def eager_sizes(
+    limits: StepLimits, rows: int, tokens: int, decodes: int, queries: int
+) -> StepSizes:
+    """Return the sizes of a step without a graph, padded to few different sizes.
+
+    tokens: without drafts. decodes: rows of one token. For a new size the library of products may
+    choose a kernel that it has not loaded yet, which stops the device, and the allocator may have
+    to look for memory.
+    """
+    if queries > 1:
+        return next(
+            sizes
+            for sizes in draft_sizes(limits)
+            if sizes.queries == queries and sizes.rows >= rows
+        )
+    padded = next(size for size in decode_ladder(limits.max_num_seqs) if size >= rows)
+    if decodes == tokens:
+        return StepSizes(padded, padded, padded, 0)
+    padded_tokens = min(-(-tokens // PAD) * PAD, limits.max_num_batched_tokens)
+    return StepSizes(padded, padded_tokens, decodes, rows - decodes)
+
+
 class CudaGraphs:
     """Captures steps, and finds the smallest graph that a step fits in."""
 
@@ -175,3 +200,26 @@ class CudaGraphs:
         if queries > 1:
             graphs = self._drafting.get(queries, [])
         return next((graph for graph in graphs if graph.sizes.takes(rows, tokens)), None)
+
+
+def capture_steps(
+    launch: Callable[[StepSizes, StepLayout], object], limits: StepLimits, spec: ModelSpec
+) -> CudaGraphs:
+    """Run each kind of step once, then capture the whole ladder.
+
+    launch: launches all kernels of a step of given sizes. The message on the device has no rows.
+    """
+    graphs = CudaGraphs(launch)
+    decode = [StepSizes(n, n, n, 0) for n in decode_ladder(limits.max_num_seqs)]
+    decode += draft_sizes(limits)
+    mixed = mixed_ladder(
+        limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(spec)
+    )
+    with checked_order():
+        for sizes in [*mixed[-1:], *mixed[:1], *decode]:
+            launch(sizes, sizes.layout)
+    torch.cuda.synchronize()
+    # The largest first: the others then fit into the memory it took.
+    for sizes in sorted((*mixed, *decode), key=lambda s: -s.tokens):
+        graphs.capture(sizes)
+    return graphs

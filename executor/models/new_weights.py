@@ -7,8 +7,8 @@ steps. So either all ranks get the new weights or none does.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
+from typing import Protocol
 
 import msgspec
 
@@ -25,58 +25,54 @@ from sidestep.ipc.transport.worker_calls import (
 )
 
 
-class TakesWeights(abc.ABC):
-    """The part of a runner that takes new weights."""
+class Weights(Protocol):
+    """The weights of a rank, which can be replaced."""
 
-    _args: WorkerArgs
-    """Arguments of the rank; their folder is the one whose weights are in use."""
-    _prepared: DecoderForCausalLM | None = None
-    """A model with new weights, in the host's memory."""
-    _prepared_args: WorkerArgs | None = None
-    """The arguments with which it was read."""
-
-    @abc.abstractmethod
-    def _read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
+    def read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
         """Return a model in the host's memory. Raises EngineStartError, CallRefusedError."""
 
-    @abc.abstractmethod
-    def _use_weights(self, model: DecoderForCausalLM) -> None:
-        """Use the weights of this model from the next step on."""
+    def use_weights(self, model: DecoderForCausalLM, args: WorkerArgs) -> None:
+        """Use the weights of this model, read with these arguments, from the next step on."""
+
+
+class WeightCalls:
+    """Answers the calls that bring new weights."""
+
+    def __init__(self, weights: Weights, args: WorkerArgs) -> None:
+        """Begin with the weights that the rank has loaded with these arguments."""
+        self._weights = weights
+        self._args = args
+        self._prepared: tuple[DecoderForCausalLM, WorkerArgs] | None = None
+        """A model with new weights, in the host's memory, and the arguments it was read with."""
 
     def prepare_weights(self, call: PrepareWeights) -> CallResult:
         """Read the weights of a folder into the host's memory, and check them."""
-        self._forget_prepared()
+        self._prepared = None
         args = dataclasses.replace(
             self._args,
             spec=msgspec.structs.replace(self._args.spec, path=call.folder),
             model=dataclasses.replace(self._args.model, load_format="auto"),
         )
         try:
-            self._prepared = self._read_weights(args)
+            self._prepared = self._weights.read_weights(args), args
         except EngineStartError as error:
             raise CallRefusedError(str(error)) from None
         except (OSError, RuntimeError, MemoryError) as error:
             raise CallRefusedError(f"{call.folder} cannot be read: {error}") from None
-        self._prepared_args = args
         return {"folder": call.folder}
 
     def apply_weights(self, call: ApplyWeights) -> CallResult:
         """Use the weights that were read from this folder."""
-        model, args = self._prepared, self._prepared_args
-        if model is None or args is None or args.spec.path != call.folder:
+        if self._prepared is None or self._prepared[1].spec.path != call.folder:
             raise CallRefusedError(f"the weights of {call.folder} have not been read")
-        self._use_weights(model)
-        self._args = args
-        self._forget_prepared()
+        self._weights.use_weights(*self._prepared)
+        self._prepared = None
         return {}
 
     def drop_weights(self, call: DropWeights) -> CallResult:
         """Forget weights that were read and are not used."""
-        self._forget_prepared()
+        self._prepared = None
         return {}
-
-    def _forget_prepared(self) -> None:
-        self._prepared = self._prepared_args = None
 
 
 def check_same_weights(old: DecoderForCausalLM, new: DecoderForCausalLM) -> None:

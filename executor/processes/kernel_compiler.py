@@ -2,7 +2,7 @@
 
 Meanwhile the worker imports torch, makes its context and loads weights. This process needs no GPU
 memory and no weights: tensors on torch's meta device stand for those of the worker, and the
-worker's own code launches the kernels (GpuRunner.launch_without_gpu). So this process leaves in
+worker's own code launches the kernels (executor/gpu/warm_up.py). So this process leaves in
 Triton's cache exactly the kernels that the worker will look for. If a kernel is missing there,
 because this process failed or was killed, the worker compiles it itself.
 
@@ -161,7 +161,7 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     thread = threading.Thread(target=_know_triton)
     thread.start()
     _do_without_dynamo()
-    from sidestep.executor.gpu.gpu_runner import GpuRunner
+    from sidestep.executor.gpu.warm_up import launch_without_gpu
     from sidestep.executor.parallel.parallel_state import LoneRank
     from sidestep.executor.processes.forks import Forks
     from sidestep.kernels.compiling import compile_for, compiling_only
@@ -171,7 +171,7 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     forks, size = Forks(num_processes), args.parallel.tensor_parallel_size
     with compiling_only(forks):
         for rank in ranks_that_differ(args.parallel):
-            GpuRunner.launch_without_gpu(replace(args, rank=rank), LoneRank(rank % size, size))
+            launch_without_gpu(replace(args, rank=rank), LoneRank(rank % size, size))
     return forks.finish()
 
 

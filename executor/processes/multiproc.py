@@ -59,6 +59,8 @@ class MultiprocExecutor(Executor):
         self._gone: list[int] = []
         """Ranks that have ended without reporting a failure."""
         self._compiler: Child | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """Where ranks meet while they start."""
         self._answers = RankAnswers(self._world, config.parallel.rank_name)
 
     def launch(self) -> None:
@@ -68,10 +70,9 @@ class MultiprocExecutor(Executor):
             self._world, DEFAULT_SLOTS * self._config.parallel.pipeline_parallel_size
         )
         self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
-        rendezvous = os.path.join(self._folder.name, "store") if self._world > 1 else None
         compiled, compiling = os.pipe()
         for rank in range(self._world):
-            self._spawn(rank, steps, rendezvous, compiled)
+            self._spawn(rank, steps, self._folder.name, compiled)
         for bell in (*steps.bells_in, compiled):
             os.close(bell)
         self._spawn_compiler(compiling)
@@ -83,6 +84,7 @@ class MultiprocExecutor(Executor):
 
         The rank with the fewest KV blocks decides how many all of them use.
         """
+        assert self._folder is not None, "launch() comes first"
         with self._folder:
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
@@ -145,7 +147,9 @@ class MultiprocExecutor(Executor):
         for child in children:
             child.stop()
 
-    def _spawn(self, rank: int, steps: RingSpec, rendezvous: str | None, compiled: int) -> None:
+    def _spawn(self, rank: int, steps: RingSpec, folder: str, compiled: int) -> None:
+        """Spawn a rank. folder: where the ranks meet."""
+        rendezvous = os.path.join(folder, "store") if self._world > 1 else None
         replies = create_ring(1)
         args = WorkerProcArgs(
             worker=self._worker_args(rank, rendezvous, compiled),
@@ -159,7 +163,7 @@ class MultiprocExecutor(Executor):
             "sidestep.executor.processes.worker:main",
             args,
             env=worker_environment(self._cpu_threads()),
-            remove=(self._folder.name,),
+            remove=(folder,),
             pass_fds=(*steps.reader_fds(rank), *replies.writer_fds(), compiled),
         )
         for bell in replies.bells_out:

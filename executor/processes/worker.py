@@ -188,7 +188,7 @@ def report(replies: RingWriter, text: str) -> None:
 
 
 def load_runner(args: WorkerProcArgs) -> Runner:
-    """Return the runner of the device that was asked for, or that was found."""
+    """Return the runner of the device that was asked for, or that was found, loaded."""
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
@@ -221,7 +221,6 @@ def main(raw: bytes) -> None:
     replies = RingWriter(args.replies)
     try:
         runner = load_runner(args)
-        ready = runner.load()
     except EngineStartError as error:
         report(replies, str(error))
         return
@@ -229,7 +228,7 @@ def main(raw: bytes) -> None:
         report(replies, failure_text())
         raise
     try:
-        replies.send([msgspec.json.encode(ready)], Reply.READY)
+        replies.send([msgspec.json.encode(runner.ready)], Reply.READY)
         freeze_heap()
         run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.answers)
     except RingClosed:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
@@ -20,7 +21,8 @@ import numpy as np
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.fake_profile import FakeProfile
-from sidestep.executor.runner.runner import DoneOutput, PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
+from sidestep.executor.runner.step_order import StepOrder
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.executor.speculation.proposer import drafts_of_forced, make_proposer
 from sidestep.ipc.params.logits_controls import Controls, decode_controls
@@ -38,8 +40,6 @@ from sidestep.ipc.transport.worker_calls import (
     CallResult,
     PrepareWeights,
     Sleep,
-    StartProfile,
-    StopProfile,
     WakeUp,
 )
 
@@ -189,7 +189,29 @@ class _Sampled(NamedTuple):
     """The first draft that it has not verified, if all before it were accepted."""
 
 
-class FakeRunner(Runner):
+class _Computed(NamedTuple):
+    """A row that samples."""
+
+    slot: int
+    states: list[int]
+    """Hash of the context at its last token, and at each of its drafts."""
+
+
+@dataclass(slots=True)
+class _FakeStep:
+    """A step on its way through the runner."""
+
+    step: StepInput
+    start: float = 0.0
+    end: float = 0.0
+    """Times of the last stage, in seconds of time.monotonic()."""
+    computed: Sequence[_Computed] = ()
+    allowed: dict[int, list[Int64]] = field(default_factory=dict)
+    """By slot, the tokens that each of a row's masks allows."""
+    sampled: list[_Sampled] = field(default_factory=list)
+
+
+class FakeRunner(StepOrder[_FakeStep]):
     """Keeps the same rows per slot as the real runner."""
 
     def __init__(self, args: WorkerArgs) -> None:
@@ -215,40 +237,67 @@ class FakeRunner(Runner):
             args.scheduler.speculation, self._vocab_size, self._next_tokens
         )
         self._profile = FakeProfile(args)
-
-    def load(self) -> WorkerReady:
-        """Return the sizes that were asked for, or the defaults."""
-        return WorkerReady(
+        self.samples = True
+        self.calls = (self, self._profile)
+        self.ready = WorkerReady(
             num_kv_blocks=self._num_blocks,
             block_size=self._block_size,
             device_type="fake",
             device="fake",
         )
 
-    def execute(
-        self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
-    ) -> PendingOutput:
-        """Compute a step at once; its output is ready when the fake device would have ended it."""
-        for source, target in zip(
-            step.copy_sources.tolist(), step.copy_targets.tolist(), strict=True
-        ):
-            self._cache[target] = self._cache[source].copy()
-        self._enter(step)
+    def _enter(self, step: StepInput) -> _FakeStep:
+        self._take_requests(step)
         for slot, token in zip(
             step.forced_slots.tolist(), step.forced_tokens.tolist(), strict=True
         ):
             self._tokens[slot][self._num_computed[slot]] = token
             self._known_from[slot] = step.beat
-        start, end = self._device.launch(step.beat)
-        allowed: dict[int, list[Int64]] = {}
-        if step.awaits_masks:
-            assert receive_masks is not None, "nobody gives the masks"
-            allowed = self._masks.take(step, receive_masks())
-            end = self._device.sample_late()
-        self._profile.note(step, start, end)
-        output = self._output(step, self._run_rows(step, allowed))
-        output.start_ns, output.end_ns = int(start * 1e9), int(end * 1e9)
+        return _FakeStep(step)
+
+    def _copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._cache[target] = self._cache[source].copy()
+
+    def _receive(self, work: _FakeStep) -> None:
+        """Wait, on the device's clock, for what the first stage needs of the last one."""
+        work.start, work.end = self._device.launch(work.step.beat)
+
+    def _compute(self, work: _FakeStep) -> None:
+        """Compute all rows at once; all of them sample later."""
+        step, slots = work.step, work.step.slots.tolist()
+        block_ids, used = step.block_ids.tolist(), 0
+        for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
+            self._blocks[slot] += block_ids[used : used + new_blocks]
+            used += new_blocks
+        # A row may read a block that another row of the same step writes. A model computes all rows
+        # layer by layer. Here the row that begins at the lower position goes first, since the other
+        # begins after what it writes.
+        rows = sorted(
+            zip(slots, step.num_tokens.tolist(), strict=True),
+            key=lambda row: self._num_computed[row[0]],
+        )
+        found = {slot: self._compute_row(step, slot, count) for slot, count in rows}
+        work.computed = [row for slot in slots if (row := found[slot]) is not None]
+
+    def _take_masks(self, work: _FakeStep, masks: StepMasks) -> None:
+        work.allowed = self._masks.take(work.step, masks)
+        work.end = self._device.sample_late()
+
+    def _sample_rest(self, work: _FakeStep) -> None:
+        work.sampled = [
+            self._sample_row(work.step, row, work.allowed.get(row.slot)) for row in work.computed
+        ]
+
+    def _end(self, work: _FakeStep) -> PendingOutput:
+        """Return an output that is ready when the fake device would have ended the step."""
+        self._profile.note(work.step, work.start, work.end)
+        output = self._output(work.step, work.sampled)
+        output.start_ns, output.end_ns = int(work.start * 1e9), int(work.end * 1e9)
         return DoneOutput(output) if self._instant else TimedOutput(output)
+
+    def _send(self, work: _FakeStep) -> None:
+        """Do nothing: one rank stands for all stages."""
 
     def _output(self, step: StepInput, sampled: list[_Sampled]) -> StepOutput:
         def column(values: Iterable[int]) -> Int32:
@@ -268,13 +317,8 @@ class FakeRunner(Runner):
             output.logprobs = self._logprobs(sampled)
         return output
 
-    def start_profile(self, call: StartProfile) -> CallResult:
-        """Begin to record the times of steps."""
-        return self._profile.start(call)
-
-    def stop_profile(self, call: StopProfile) -> CallResult:
-        """Write the times of the steps since then."""
-        return self._profile.stop(call)
+    def settle(self) -> None:
+        """Do nothing: there are no other ranks."""
 
     def sleep(self, call: Sleep) -> CallResult:
         """Drop the content of the cache. There are no weights."""
@@ -295,7 +339,7 @@ class FakeRunner(Runner):
     def _empty_cache(self) -> list[list[int]]:
         return [[0] * self._block_size for _ in range(self._num_blocks)]
 
-    def _enter(self, step: StepInput) -> None:
+    def _take_requests(self, step: StepInput) -> None:
         for record, (slot, positions, tokens, _, controls) in zip(
             step.entering, step.entering_rows(), strict=True
         ):
@@ -330,53 +374,38 @@ class FakeRunner(Runner):
             ),
         ).pack()
 
-    def _run_rows(self, step: StepInput, allowed: dict[int, list[Int64]]) -> list[_Sampled]:
-        """Compute the rows, and return those that sample, in their order."""
-        slots, block_ids, used = step.slots.tolist(), step.block_ids.tolist(), 0
-        for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
-            self._blocks[slot] += block_ids[used : used + new_blocks]
-            used += new_blocks
-        # A row may read a block that another row of the same step writes. A model computes all rows
-        # layer by layer. Here the row that begins at the lower position goes first, since the other
-        # begins after what it writes.
-        rows = sorted(
-            zip(slots, step.num_tokens.tolist(), strict=True),
-            key=lambda row: self._num_computed[row[0]],
-        )
-        sampled: dict[int, _Sampled] = {}
-        for slot, count in rows:
-            if (found := self._run_row(step, slot, count, allowed.get(slot))) is not None:
-                sampled[slot] = found
-        return [sampled[slot] for slot in slots if slot in sampled]
-
-    def _run_row(
-        self, step: StepInput, slot: int, count: int, masks: list[Int64] | None
-    ) -> _Sampled | None:
-        """Compute a row's tokens and drafts, and sample; None if the row does not sample."""
-        first, tokens = self._num_computed[slot], self._tokens[slot]
-        drafts, left = self._drafts[slot], self._records["max_total"][slot] - first - count
+    def _compute_row(self, step: StepInput, slot: int, count: int) -> _Computed | None:
+        """Compute a row's tokens and drafts; return None if the row does not sample."""
+        first, tokens, drafts = self._num_computed[slot], self._tokens[slot], self._drafts[slot]
+        left = self._records["max_total"][slot] - first - count
         assert left >= 0, "a row behind the end of its request"
         num = min(step.num_drafts, len(drafts), left)
+        states = self._compute_tokens(
+            slot, [*tokens[first : first + count], *drafts[:num]], step.beat
+        )
+        self._num_computed[slot] = first + count
+        if first + count < self._records["num_known"][slot]:
+            return None
+        return _Computed(slot, states[count - 1 :])
+
+    def _sample_row(self, step: StepInput, row: _Computed, masks: list[Int64] | None) -> _Sampled:
+        """Sample the token at each position, and accept a draft while it is the same."""
+        slot, drafts, num = row.slot, self._drafts[row.slot], len(row.states) - 1
         if masks is not None:
             num = min(num, len(masks) - 1)
-        states = self._compute(slot, [*tokens[first : first + count], *drafts[:num]], step.beat)
-        if first + count < self._records["num_known"][slot]:
-            self._num_computed[slot] = first + count
-            return None
-        # The token at each position is sampled as ever; a draft is accepted while it is the same.
-        states, new = states[count - 1 :], list[int]()
-        for index, state in enumerate(states):
+        new = list[int]()
+        for index, state in enumerate(row.states[: 1 + num]):
             new.append(self._sample(slot, state, None if masks is None else masks[index]))
             if index == num or drafts[index] != new[-1]:
                 break
         accepted = len(new) - 1
         guess = drafts[num] if accepted == num < len(drafts) else None
-        self._num_computed[slot] = first + count + accepted
-        del tokens[first + count :]
-        tokens += new
+        del self._tokens[slot][self._num_computed[slot] :]
+        self._tokens[slot] += new
+        self._num_computed[slot] += accepted
         self._known_from[slot] = step.beat + self._num_stages
         self._propose(slot, new)
-        return _Sampled(slot, new, states[: len(new)], num, guess)
+        return _Sampled(slot, new, row.states[: len(new)], num, guess)
 
     def _sample(self, slot: int, state: int, allowed: Int64 | None) -> int:
         seed = int(self._records["seed"][slot])
@@ -410,7 +439,7 @@ class FakeRunner(Runner):
             return 0
         return self._cache[self._blocks[slot][(first - 1) // size]][(first - 1) % size]
 
-    def _compute(self, slot: int, tokens: list[int], beat: int) -> list[int]:
+    def _compute_tokens(self, slot: int, tokens: list[int], beat: int) -> list[int]:
         """Compute tokens behind those computed before, and return the hash at each of them."""
         first, num_known = self._num_computed[slot], self._records["num_known"][slot]
         blocks, size = self._blocks[slot], self._block_size

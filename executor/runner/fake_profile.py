@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from sidestep.executor.runner.profile_files import make_folder, profile_file
@@ -13,15 +11,17 @@ from sidestep.ipc.transport.step import StepInput
 from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
 
 
-@dataclass
 class FakeProfile:
-    """Records steps while it is on."""
+    """Answers the calls that record the times of steps."""
 
-    args: WorkerArgs
-    _folder: str | None = None
-    _events: list[dict[str, object]] = field(default_factory=list)
+    def __init__(self, args: WorkerArgs) -> None:
+        """Begin without a profile."""
+        self._args = args
+        self._folder: str | None = None
+        """Where the profile goes that is being recorded."""
+        self._events: list[dict[str, object]] = []
 
-    def start(self, call: StartProfile) -> CallResult:
+    def start_profile(self, call: StartProfile) -> CallResult:
         """Begin to record."""
         if self._folder is not None:
             raise CallRefusedError("a profile is being recorded already; stop it first")
@@ -36,19 +36,19 @@ class FakeProfile:
                 {
                     "ph": "X",
                     "name": f"step {step.step_id}",
-                    "pid": self.args.replica,
-                    "tid": self.args.rank,
+                    "pid": self._args.replica,
+                    "tid": self._args.rank,
                     "ts": start_s * 1e6,
                     "dur": (end_s - start_s) * 1e6,
                     "args": {"rows": len(step.slots), "tokens": int(step.num_tokens.sum())},
                 }
             )
 
-    def stop(self, call: StopProfile) -> CallResult:
+    def stop_profile(self, call: StopProfile) -> CallResult:
         """End the recording and write it."""
         if self._folder is None:
             raise CallRefusedError("no profile is being recorded")
-        file, self._folder = profile_file(self._folder, self.args), None
+        file, self._folder = profile_file(self._folder, self._args), None
         try:
             with open(file, "wb") as out:
                 out.write(msgspec.json.encode({"traceEvents": self._events}))

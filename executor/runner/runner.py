@@ -6,15 +6,16 @@ No torch here: the fake runner must start without it.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.runner.worker_calls import TakesCalls
+from sidestep.executor.runner.worker_calls import answer_call
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +91,19 @@ class DoneOutput(PendingOutput):
         return self._output
 
 
-class Runner(TakesCalls, abc.ABC):
+class Runner(abc.ABC):
     """One rank's model and its tables.
 
-    The tables have a row for each slot, and change only by the differences in a step. A runner has
-    a method for each call that it takes (executor/runner/worker_calls.py).
+    The tables have a row for each slot, and change only by the differences in a step.
     """
+
+    ready: WorkerReady
+    """Facts that the rank found out while it was loaded."""
+    calls: Sequence[object]
+    """The parts that answer calls (executor/runner/worker_calls.py)."""
 
     @abc.abstractmethod
     def __init__(self, args: WorkerArgs) -> None:
-        """Set fields only; the work is in `load`."""
-
-    @abc.abstractmethod
-    def load(self) -> WorkerReady:
         """Load the weights and allocate the KV cache.
 
         Raises EngineStartError with one line for the user.
@@ -118,8 +119,13 @@ class Runner(TakesCalls, abc.ABC):
         has been launched, since the masks depend on the step before.
         """
 
+    @abc.abstractmethod
     def settle(self) -> None:
         """End what is under way between ranks.
 
         It is called when no step has come for a while, before the wait for the next step.
         """
+
+    def answer(self, sent: SentCall) -> CallAnswer:
+        """Do what a call asks for, and return the answer, which may be a refusal."""
+        return answer_call(sent, self.calls)

@@ -1,50 +1,56 @@
 """Sleep: a rank frees the memory of its KV cache and its weights, and takes it again.
 
-The device decides what is freed: see `_free` of the runners. The core sees to it that no request
-runs meanwhile, and that no request expects cached prefixes afterwards.
+The device decides what is freed. The core sees to it that no request runs meanwhile, and that no
+request expects cached prefixes afterwards.
 """
 
 from __future__ import annotations
 
-import abc
 import ctypes
 import os
+from collections.abc import Callable
+from typing import Protocol
 
-from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.transport.worker_calls import CallResult, Sleep, WakeUp
 
 
-class SleepingRunner(Runner):
-    """A runner that can sleep."""
+class Memory(Protocol):
+    """The memory of a rank that can be freed."""
 
-    _sleep_level = 0
-    """The level of the sleep; 0 while the rank is awake."""
-
-    @abc.abstractmethod
-    def _free(self, level: int) -> int:
+    def free(self, level: int) -> int:
         """Free what a level frees, and return the bytes. Raises CallRefusedError."""
 
-    @abc.abstractmethod
-    def _restore(self, level: int) -> None:
-        """Restore what `_free` has freed.
+    def restore(self, level: int) -> None:
+        """Restore what `free` has freed.
 
         Raises CallRefusedError, after which it can be tried again.
         """
 
+
+class SleepCalls:
+    """Answers the calls that free memory and restore it."""
+
+    def __init__(self, memory: Memory, settle: Callable[[], None]) -> None:
+        """Begin awake. settle: ends what is under way between ranks."""
+        self._memory = memory
+        self._settle = settle
+        self._level = 0
+        """The level of the sleep; 0 while the rank is awake."""
+
     def sleep(self, call: Sleep) -> CallResult:
         """Free memory, unless the rank sleeps already."""
         freed = 0
-        if not self._sleep_level:
-            self.settle()
-            freed = self._free(call.level)
-            self._sleep_level = call.level
+        if not self._level:
+            self._settle()
+            freed = self._memory.free(call.level)
+            self._level = call.level
         return {"freed_bytes": freed}
 
     def wake_up(self, call: WakeUp) -> CallResult:
         """Restore what sleep has freed, if the rank sleeps."""
-        if self._sleep_level:
-            self._restore(self._sleep_level)
-            self._sleep_level = 0
+        if self._level:
+            self._memory.restore(self._level)
+            self._level = 0
         return {}
 
 

@@ -11,17 +11,19 @@ from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
 
 
-class TakesProfiles:
-    """The part of a runner that records with torch's profiler.
+class TorchProfile:
+    """Answers the calls that record with torch's profiler.
 
     The profiler records the operators of the thread that starts it, which is the thread of the
     steps.
     """
 
-    _args: WorkerArgs
-    _profile: profile | None = None
-    """The profile that is being recorded."""
-    _profile_folder = ""
+    def __init__(self, args: WorkerArgs) -> None:
+        """Begin without a profile."""
+        self._args = args
+        self._profile: profile | None = None
+        """The profile that is being recorded."""
+        self._folder = ""
 
     def start_profile(self, call: StartProfile) -> CallResult:
         """Begin to record."""
@@ -31,7 +33,7 @@ class TakesProfiles:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
-        self._profile, self._profile_folder = profile(activities=activities), call.folder
+        self._profile, self._folder = profile(activities=activities), call.folder
         self._profile.start()
         return {}
 
@@ -43,7 +45,7 @@ class TakesProfiles:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         recorded.stop()
-        file = profile_file(self._profile_folder, self._args)
+        file = profile_file(self._folder, self._args)
         try:
             recorded.export_chrome_trace(file)
         except (OSError, RuntimeError) as error:

@@ -1,8 +1,9 @@
 """Calls: what the core asks of all its workers beside steps and masks.
 
 A call travels through the same ring as the steps, so each worker takes it between the same two
-steps. Every rank answers. A new call takes one struct here and one method of the runners, which has
-the struct's name in small letters: `StartProfile` is answered by `Runner.start_profile`.
+steps. Every rank answers. A new call takes one struct here and one method of a part in the runners'
+`calls`, which has the struct's name in small letters: `StartProfile` is answered by
+`TorchProfile.start_profile`.
 """
 
 from __future__ import annotations

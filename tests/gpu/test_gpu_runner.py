@@ -35,7 +35,6 @@ def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
             max_model_len=256,
         )
     )
-    runner.load()
     return runner
 
 

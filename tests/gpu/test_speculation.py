@@ -78,7 +78,6 @@ def make_runner(path: str, **parallel: Any) -> GpuRunner:
             max_model_len=256,
         )
     )
-    runner.load()
     return runner
 
 
@@ -111,18 +110,19 @@ def test_each_number_of_drafts_has_captured_steps(
     """Steps of any number of rows replay graphs, and give the tokens of steps without drafts."""
     path = write_model("qwen3-tied", tmp_path)
     captured, eager = make_runner(path), make_runner(path, enforce_eager=True)
-    assert captured._graphs is not None
-    assert sorted(captured._graphs._drafting) == [1 + n for n in tiers_of(DRAFTS) if n]
+    graphs, kernels = captured._model.graphs, captured._model.kernels
+    assert graphs is not None and kernels is not None
+    assert sorted(graphs._drafting) == [1 + n for n in tiers_of(DRAFTS) if n]
     accepted = 0
     for rows in (1, 3, 8, 24):
         plain = serve(eager, rows, 0, depth=1)
         for drafts in tiers_of(DRAFTS):
             expected = serve(eager, rows, drafts, depth=1)
             with monkeypatch.context() as patch:
-                launch = captured._launch
+                launch = kernels.launch
                 patch.setattr(
-                    captured,
-                    "_launch",
+                    kernels,
+                    "launch",
                     lambda sizes, *more, launch=launch: (
                         launch(sizes, *more)
                         if sizes.max_prompt_rows

@@ -112,7 +112,6 @@ def main(path: str, dtype: str) -> None:
 
     triton.knobs.compilation.listener = note
     runner = GpuRunner(replace(args, compiled=compiled))
-    runner.load()
     before = list(found)
     for seed, (number, budget) in enumerate(
         ((1, 600), (1, 40), (5, 90), (12, 300), (30, 128), (80, 600))

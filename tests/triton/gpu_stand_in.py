@@ -17,10 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor.gpu import gpu_runner
+from sidestep.executor.gpu import cuda_graphs, warm_up
 from sidestep.executor.gpu.cuda_graphs import CudaGraphs, StepSizes
-from sidestep.executor.gpu.gpu_runner import GpuRunner
-from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
@@ -90,24 +88,11 @@ class Graphs(CudaGraphs):
         super().__init__(note)
 
 
-class InterpretedRunner(GpuRunner):
-    """The runner of one rank, alone or one of several ranks that communicate through gloo."""
-
-    def __init__(self, args: WorkerArgs) -> None:
-        self._prepare(args, torch.device("cpu"))
-        self._parallel = Parallel(
-            args.rank_in_stage,
-            args.parallel.tensor_parallel_size,
-            stage=self._stage.index,
-            num_stages=self._stage.count,
-            rendezvous=args.rendezvous,
-        )
-
-
 @contextmanager
 def standing_in() -> Iterator[None]:
-    """Let tensors on the CPU stand for those on a GPU.
+    """Let tensors on the CPU stand for those on a GPU, also for runners that are made meanwhile.
 
+    Ranks communicate through gloo.
     Uninitialised tensors come poisoned, so that no result may depend on them, and between margins,
     which are checked on leaving.
     """
@@ -115,6 +100,7 @@ def standing_in() -> Iterator[None]:
         nothing = {
             name: lambda *_: None
             for name in (
+                "set_device",
                 "synchronize",
                 "empty_cache",
                 "reset_peak_memory_stats",
@@ -135,11 +121,11 @@ def standing_in() -> Iterator[None]:
         }
         for name, answer in answers.items():
             patch.setattr(torch.cuda, name, answer)
-        patch.setattr(gpu_runner, "CudaGraphs", Graphs)
+        patch.setattr(cuda_graphs, "CudaGraphs", Graphs)
         # There is nothing to compile. tests/triton/compiling/test_compile_ahead.py shows that all
         # of it can be launched.
-        patch.setattr(gpu_runner, "compiling_only", lambda _: nullcontext())
-        patch.setattr(GpuRunner, "_launch_all", lambda _: None)
+        patch.setattr(warm_up, "compiling_only", lambda _: nullcontext())
+        patch.setattr(warm_up, "launch_all", lambda *_: None)
         patch.setattr(gpu, "_stand_ins", {})
         stand_for(Gpu(80, PROCESSORS), "cpu")
         try:

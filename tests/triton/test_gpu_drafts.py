@@ -29,7 +29,7 @@ from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepMasks, St
 from sidestep.kernels.triton.prepare_step_triton import DRAFTS, NUM_COMPUTED, NUM_DRAFTS
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
-from tests.triton.gpu_stand_in import InterpretedRunner, speculative, standing_in, worker_args
+from tests.triton.gpu_stand_in import speculative, standing_in, worker_args
 from tests.triton.support import INTERPRETED, int32, run_interpreted
 from tests.unit.executor.sampling.test_grammar_masks import words_of
 from tests.unit.executor.steps import Request, make_step
@@ -55,8 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def drafting(request: pytest.FixtureRequest, model: str, one_thread: None) -> tuple[GpuRunner, int]:
     """Return a runner with some number of drafts, and that number."""
     with standing_in():
-        made = InterpretedRunner(worker_args(model, drafts=request.param))
-        made.load()
+        made = GpuRunner(worker_args(model, drafts=request.param))
     return made, request.param
 
 
@@ -66,12 +65,13 @@ def guessing(runner: GpuRunner, texts: Iterable[Sequence[int]], rate: float) -> 
 
     A random model's outputs hardly repeat, so looked-up drafts would seldom be right.
     """
-    chance, known, drafts = random.Random(5), [list(text) for text in texts], runner._sampler
+    chance, known, drafts = random.Random(5), [list(text) for text in texts], runner._memory.sampler
+    assert drafts is not None
     advance: Any = drafts.advance
 
     def advance_and_guess(rows: StepRows, valid: Tensor, marks: Tensor) -> None:
         advance(rows, valid, marks)
-        tables = runner._tables
+        tables = runner._memory.tables
         for row in range(int(rows.by_row[0])):
             slot = int(rows.slots[row])
             length = int(tables.progress[slot, NUM_COMPUTED]) + 1
@@ -204,7 +204,7 @@ def test_a_backend_that_needs_lengths_on_the_host_is_refused(model: str) -> None
     args = worker_args(model, drafts=2)
     parallel = replace(args.parallel, attention_backend="torch")
     with standing_in(), pytest.raises(EngineStartError, match="attention_backend"):
-        InterpretedRunner(replace(args, parallel=parallel)).load()
+        GpuRunner(replace(args, parallel=parallel))
 
 
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
@@ -226,7 +226,7 @@ def test_a_method_that_a_gpu_does_not_have_is_refused(model: str) -> None:
     args = worker_args(model)
     scheduler = replace(args.scheduler, speculative_config={"method": "synthetic"})
     with standing_in(), pytest.raises(EngineStartError, match="'synthetic' does not run on a GPU"):
-        InterpretedRunner(replace(args, scheduler=scheduler)).load()
+        GpuRunner(replace(args, scheduler=scheduler))
 
 
 def test_rows_with_masks_verify_the_drafts_that_have_masks(
@@ -249,7 +249,7 @@ def test_rows_with_masks_verify_the_drafts_that_have_masks(
             first_new,
             np.array([0, 1], np.int32),
             np.arange(first_new, first_new + len(allowed), dtype=np.int32),
-            words_of(runner, allowed),
+            words_of(allowed),
             sizes,
             **more,
         )

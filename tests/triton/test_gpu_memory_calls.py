@@ -14,18 +14,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.weight_memory import weights_of
 from sidestep.executor.runner.runner import Runner
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.transport.worker_calls import (
+    AnyCall,
     ApplyWeights,
+    CallResult,
     DropWeights,
     PrepareWeights,
+    SentCall,
     Sleep,
     WakeUp,
 )
 from tests.e2e.models import write_model
-from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
+from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED
 from tests.unit.executor.steps import schedule
 from tests.unit.executor.test_model_runner import make_runner
@@ -54,8 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.fixture
 def runner(models: tuple[str, str], one_thread: None) -> Iterator[GpuRunner]:
     with standing_in():
-        made = InterpretedRunner(worker_args(models[0]))
-        made.load()
+        made = GpuRunner(worker_args(models[0]))
         yield made
 
 
@@ -67,11 +70,23 @@ def dummy(models: tuple[str, str], one_thread: None) -> Iterator[GpuRunner]:
     """
     args = worker_args(models[0])
     with standing_in():
-        made = InterpretedRunner(
+        made = GpuRunner(
             dataclasses.replace(args, model=dataclasses.replace(args.model, load_format="dummy"))
         )
-        made.load()
         yield made
+
+
+def call(runner: Runner, asked: AnyCall) -> CallResult:
+    """Return the result of a call, or raise CallRefusedError."""
+    answer = runner.answer(SentCall(number=0, call=asked))
+    if answer.error is not None:
+        raise CallRefusedError(answer.error)
+    return answer.result
+
+
+def decoder_of(runner: GpuRunner) -> DecoderForCausalLM:
+    assert runner._model.kernels is not None
+    return runner._model.kernels.model.decoder
 
 
 def tokens_of(runner: Runner) -> list[list[int]]:
@@ -87,18 +102,18 @@ def expected_of(path: str) -> list[list[int]]:
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_runner_gives_the_same_tokens_after_a_sleep(level: int, dummy: GpuRunner) -> None:
     runner, expected = dummy, tokens_of(dummy)
-    graphs = runner._graphs
-    weights = weights_of(runner._model)
-    runner.sleep(Sleep(level=level))
-    assert not hasattr(runner, "_attention") and runner._graphs is None
+    graphs = runner._model.graphs
+    weights = weights_of(decoder_of(runner))
+    call(runner, Sleep(level=level))
+    assert runner._model.kernels is None and runner._model.graphs is None
     if level == 1:
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in weights.values())
     else:
-        assert not hasattr(runner, "_model")
-    assert runner.sleep(Sleep(level=level)) == {"freed_bytes": 0}
-    runner.wake_up(WakeUp())
-    runner.wake_up(WakeUp())
-    assert runner._graphs is not None and runner._graphs is not graphs
+        assert runner._model._loaded is None
+    assert call(runner, Sleep(level=level)) == {"freed_bytes": 0}
+    call(runner, WakeUp())
+    call(runner, WakeUp())
+    assert runner._model.graphs is not None and runner._model.graphs is not graphs
     assert tokens_of(runner) == expected
 
 
@@ -108,12 +123,12 @@ def test_a_runner_sleeps_on_while_the_gpu_has_too_little_memory(
     runner, expected, gib = dummy, tokens_of(dummy), 1 << 30
     told = iter([gib, 9 * gib])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(told), 0))
-    assert runner.sleep(Sleep(level=1)) == {"freed_bytes": 8 * gib}
+    assert call(runner, Sleep(level=1)) == {"freed_bytes": 8 * gib}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * gib, 0))
     with pytest.raises(CallRefusedError, match="7.0 GiB free of the 8.0 that the engine needs"):
-        runner.wake_up(WakeUp())
+        call(runner, WakeUp())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * gib, 0))
-    runner.wake_up(WakeUp())
+    call(runner, WakeUp())
     assert tokens_of(runner) == expected
 
 
@@ -121,26 +136,26 @@ def test_new_weights_are_written_at_the_addresses_of_the_old_ones(
     runner: GpuRunner, models: tuple[str, str]
 ) -> None:
     """The graphs, which keep addresses, are not captured again."""
-    before = {path: tensor.data_ptr() for path, tensor in weights_of(runner._model).items()}
-    graphs = runner._graphs
+    before = {path: tensor.data_ptr() for path, tensor in weights_of(decoder_of(runner)).items()}
+    graphs = runner._model.graphs
     for folder in reversed(models):
-        runner.prepare_weights(PrepareWeights(folder=folder))
-        runner.apply_weights(ApplyWeights(folder=folder))
+        call(runner, PrepareWeights(folder=folder))
+        call(runner, ApplyWeights(folder=folder))
         assert tokens_of(runner) == expected_of(folder)
-    after = {path: tensor.data_ptr() for path, tensor in weights_of(runner._model).items()}
-    assert after == before and runner._graphs is graphs
+    after = {path: tensor.data_ptr() for path, tensor in weights_of(decoder_of(runner)).items()}
+    assert after == before and runner._model.graphs is graphs
 
 
 def test_weights_that_were_dropped_or_are_of_another_folder_are_not_used(
     runner: GpuRunner, models: tuple[str, str]
 ) -> None:
     first, other = models
-    runner.prepare_weights(PrepareWeights(folder=other))
+    call(runner, PrepareWeights(folder=other))
     with pytest.raises(CallRefusedError, match="have not been read"):
-        runner.apply_weights(ApplyWeights(folder=first))
-    runner.drop_weights(DropWeights())
+        call(runner, ApplyWeights(folder=first))
+    call(runner, DropWeights())
     with pytest.raises(CallRefusedError, match="have not been read"):
-        runner.apply_weights(ApplyWeights(folder=other))
+        call(runner, ApplyWeights(folder=other))
     assert tokens_of(runner) == expected_of(first)
 
 
@@ -151,5 +166,5 @@ def test_a_head_of_its_own_does_not_take_the_place_of_a_tied_one(
     weights["lm_head.weight"] = torch.randn(weights["model.embed_tokens.weight"].shape)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CallRefusedError, match="only one of the old and the new head"):
-        runner.prepare_weights(PrepareWeights(folder=str(tmp_path)))
+        call(runner, PrepareWeights(folder=str(tmp_path)))
     assert tokens_of(runner) == expected_of(models[0])

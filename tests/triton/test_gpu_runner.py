@@ -20,7 +20,7 @@ from sidestep.ipc.transport.messages import unpack_ids
 from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepOutput, UInt8
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
-from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
+from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED, run_interpreted
 from tests.unit.executor.sampling.test_grammar_masks import run_held
 from tests.unit.executor.steps import Request, make_step, schedule
@@ -46,8 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def runner(model: str, one_thread: None) -> GpuRunner:
     """Return a runner that is loaded once, has run the largest step and captured graphs."""
     with standing_in():
-        made = InterpretedRunner(worker_args(model))
-        made.load()
+        made = GpuRunner(worker_args(model))
     return made
 
 
@@ -91,9 +90,9 @@ def test_steps_give_what_they_give_on_a_cpu(
     eager: bool, runner: GpuRunner, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run chunks of prompts, decodes and both, captured or not, with two steps in flight."""
-    assert runner._graphs is not None
+    assert runner._model.graphs is not None
     if eager:
-        monkeypatch.setattr(runner, "_graphs", None)
+        monkeypatch.setattr(runner._model, "graphs", None)
     compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
 
 

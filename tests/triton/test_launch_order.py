@@ -16,14 +16,15 @@ import torch
 from sidestep.executor.attention import triton_backend
 from sidestep.executor.attention.base import StepBatch
 from sidestep.executor.attention.triton_backend import TritonAttention
-from sidestep.executor.gpu import gpu_runner, step_kernels
+from sidestep.executor.gpu import cuda_graphs, step_kernels
+from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.kernels import launch_order
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope as rope
 from sidestep.kernels.launch_order import LaunchOrder, LaunchOrderError, checked_order
 from sidestep.kernels.triton.prepare_step_triton import prepare_step as prepare
 from tests.e2e.models import write_model
-from tests.triton.gpu_stand_in import InterpretedRunner, standing_in, worker_args
+from tests.triton.gpu_stand_in import standing_in, worker_args
 from tests.triton.support import INTERPRETED
 
 pytestmark = [
@@ -53,8 +54,8 @@ def load(model: str) -> list[LaunchOrder]:
             yield order
 
     with standing_in(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_runner, "checked_order", kept)
-        InterpretedRunner(worker_args(model)).load()
+        patch.setattr(cuda_graphs, "checked_order", kept)
+        GpuRunner(worker_args(model))
     return orders
 
 
@@ -133,13 +134,13 @@ def test_a_step_without_one_of_its_first_kernels_is_refused(
         elif left_out == "prepare_step":
             args[3].token_ids.zero_()  # they must be some
 
-    monkeypatch.setattr(gpu_runner, "checked_order", kept)
+    monkeypatch.setattr(cuda_graphs, "checked_order", kept)
     monkeypatch.setattr(where, left_out, perhaps)
     with (
         standing_in(),
         pytest.raises(LaunchOrderError, match="no kernel launched before it completes that table"),
     ):
-        InterpretedRunner(worker_args(model)).load()
+        GpuRunner(worker_args(model))
 
 
 class Kernel:

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.gpu.warm_up import launch_without_gpu
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.processes.kernel_compiler import Note, compile_ahead, ranks_that_differ
 from sidestep.executor.runner.runner import WorkerArgs
@@ -61,7 +61,7 @@ def keys(path: str, ranks: int, stages: int, drafts: int) -> list[list[str]]:
         args = worker_args(path, "bfloat16", ranks, stages, drafts)
         for rank in ranks_that_differ(args.parallel):
             with CompilerThreads(1) as threads, compiling_only(threads):
-                GpuRunner.launch_without_gpu(
+                launch_without_gpu(
                     replace(args, rank=rank),
                     LoneRank(rank % ranks, ranks),
                     device=device,
@@ -79,7 +79,7 @@ def worker(path: str) -> list[tuple[str, bool]]:
     triton.knobs.compilation.listener = note
     compile_for(GPU, "cpu")
     with CompilerThreads(2) as threads, compiling_only(threads):
-        GpuRunner.launch_without_gpu(worker_args(path, "float32"), LoneRank(0, 1), device="cpu")
+        launch_without_gpu(worker_args(path, "float32"), LoneRank(0, 1), device="cpu")
     return found
 
 

@@ -21,10 +21,11 @@ from pathlib import Path
 
 import torch
 
+from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import StepInput
-from tests.triton.gpu_stand_in import InterpretedRunner, mixed_requests, standing_in, worker_args
+from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
 from tests.triton.support import skip_overflow_checks
 from tests.unit.executor.steps import Request, make_step, schedule
 from tests.unit.executor.test_model_runner import make_runner
@@ -113,8 +114,7 @@ def run_rank(model: str, rank: int, size: int, stages: int, drafts: int, folder:
         rendezvous=str(folder / "meeting"),
     )
     with standing_in():
-        runner = InterpretedRunner(args)
-        runner.load()
+        runner = GpuRunner(args)
         found = (
             slot_tokens(runner, drafting_steps(stages, drafts, 5))
             if drafts

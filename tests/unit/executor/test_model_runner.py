@@ -44,9 +44,7 @@ def make_runner(
         "max_model_len": 256,
         "scheduler": SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=512),
     }
-    runner = ModelRunner(WorkerArgs(**{**args, **changes}))
-    runner.load()
-    return runner
+    return ModelRunner(WorkerArgs(**{**args, **changes}))
 
 
 def run(
@@ -168,7 +166,7 @@ def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> No
             max_model_len=100,
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
         )
-        return ModelRunner(args).load().num_kv_blocks
+        return ModelRunner(args).ready.num_kv_blocks
 
     assert blocks(num_kv_blocks=5) == 5
     assert blocks() == 4 * 7, "four rows of 100 tokens need no more"
@@ -185,7 +183,7 @@ def test_auto_dtype_on_a_cpu(dtype: str, expected: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
     runner = make_runner(path, dtype="auto")
-    assert expected in runner._describe()
+    assert expected in runner.ready.device
 
 
 @pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
@@ -211,18 +209,19 @@ def test_bfloat16_rounds_no_more_than_transformers(family: str, tmp_path: Path) 
 def last_logits(runner: ModelRunner, prompt: Sequence[int]) -> torch.Tensor:
     """Return the logits after a prompt, float32 [1, V]."""
     seen: list[torch.Tensor] = []
-    sampler = runner._sampler
+    assert runner._last is not None
+    last, sampler = runner._last, runner._last.sampler
 
     class Spy:
         def __call__(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
             seen.append(logits.float().clone())
             return sampler(logits, *rows)
 
-    runner._sampler = Spy()  # type: ignore[assignment]  # called as the sampler is
+    last.sampler = Spy()  # type: ignore[assignment]  # called as the sampler is
     try:
         run(runner, [Request(prompt, 1)])
     finally:
-        runner._sampler = sampler
+        last.sampler = sampler
     return seen[-1]
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from sidestep.executor.base import Answered
+from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.processes.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Order, Reply, run_steps
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput
-from sidestep.executor.runner.worker_calls import CallRefusedError, TakesCalls
-from sidestep.ipc.common import registry
+from sidestep.executor.runner.worker_calls import CallRefusedError, answer_call
 from sidestep.ipc.transport.shm_ring import RingClosed, RingReader, RingWriter, create_ring
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import (
@@ -172,19 +172,19 @@ def test_a_refusal_is_the_answer_and_the_worker_goes_on() -> None:
 
 
 def test_a_runner_without_the_method_refuses_by_name() -> None:
-    answer = TakesCalls().answer(SentCall(number=3, call=WakeUp()))
-    assert answer == CallAnswer(number=3, error="wake_up: TakesCalls does not take this call")
+    answer = answer_call(SentCall(number=3, call=WakeUp()), [])
+    assert answer == CallAnswer(number=3, error="wake_up: this device does not take this call")
 
 
 def test_any_other_exception_ends_the_worker() -> None:
     """The rank may be left in any state, so the engine cannot go on."""
 
-    class Broken(TakesCalls):
+    class Broken:
         def wake_up(self, call: WakeUp) -> CallResult:
             raise RuntimeError("half of it is done")
 
     with pytest.raises(RuntimeError, match="half of it is done"):
-        Broken().answer(SentCall(number=0, call=WakeUp()))
+        answer_call(SentCall(number=0, call=WakeUp()), [Broken()])
 
 
 @pytest.mark.parametrize("call", ALL_CALLS, ids=lambda call: call.__name__)
@@ -208,16 +208,21 @@ def test_a_call_is_answered_when_the_last_rank_has_answered() -> None:
     assert answers.take_answered() == [Answered(second, [{}, {}], "no room", 2)]
 
 
-@pytest.mark.parametrize("device", registry.RUNNERS)
-def test_the_methods_of_every_runner_take_the_calls_of_their_names(device: str) -> None:
-    """A call without a method is refused by `TakesCalls.answer`; the fake device has no weights."""
-    runner: Any = registry.load(registry.RUNNERS[device])
-    missing = {name(call) for call in ALL_CALLS if not hasattr(runner, name(call))}
-    assert missing == ({"apply_weights", "drop_weights"} if device == "fake" else set())
-    for call in ALL_CALLS:
-        if name(call) not in missing:
-            types = get_type_hints(getattr(runner, name(call)))
-            assert types == {"call": call, "return": CallResult}
+def test_the_methods_of_every_runner_take_the_calls_of_their_names(runner: ModelRunner) -> None:
+    """A call without a method is refused; the fake device has no weights."""
+    fake = make_runner(make_scheduler(block_size=16))
+    for parts, missing in ((fake.calls, {"apply_weights", "drop_weights"}), (runner.calls, set())):
+        methods: dict[str, Any] = {
+            name(call): getattr(part, name(call))
+            for call in ALL_CALLS
+            for part in parts
+            if hasattr(part, name(call))
+        }
+        assert methods.keys() == {name(call) for call in ALL_CALLS} - missing
+        for call in ALL_CALLS:
+            if name(call) in methods:
+                types = get_type_hints(methods[name(call)])
+                assert types == {"call": call, "return": CallResult}
 
 
 def name(call: type[WorkerCall]) -> str:

@@ -41,7 +41,6 @@ runner = ModelRunner(WorkerArgs(
     rank=0, spec=load_model_spec(DEFAULT_MODEL), model=ModelConfig(DEFAULT_MODEL, dtype="float32"),
     cache=CacheConfig(block_size=16, num_kv_blocks=256), parallel=ParallelConfig(device="cpu"),
     scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512), max_model_len=128))
-runner.load()
 
 def run(rounds: int) -> int:
     for _ in range(rounds):

@@ -291,7 +291,6 @@ def test_a_model_gives_the_same_tokens(grammars: Grammars, one_thread: None) -> 
                 max_model_len=128,
             )
         )
-        made.load()
         return made
 
     gate, rng, runs = (

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from sidestep.executor.gpu.compiler_wait import wait_for_compiler
+from sidestep.executor.gpu.warm_up import wait_for_compiler
 from sidestep.executor.processes.kernel_compiler import Note
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import (

@@ -77,10 +77,11 @@ def test_the_largest_step_with_all_controls(tmp_path: Path) -> None:
     A plain step afterwards leaves no trace of it.
     """
     runner = make_runner(write_model("llama-gqa", tmp_path))
+    assert runner._last is not None
     for controls, told in ((ALL_CONTROLS, True), (Controls(), False)):
         step = largest_step(runner._limits, 256, 16, controls)
         step.block_ids[:] = np.arange(len(step.block_ids))
         output = runner.execute(step).wait()
         assert len(output.token_ids) == runner._limits.max_num_seqs
         assert (len(output.logprobs) > 0, len(output.prompt_logprobs) > 0) == (told, told)
-        assert (repr(runner._special) == "SpecialRows(slots [])") != told
+        assert (repr(runner._last.special) == "SpecialRows(slots [])") != told
