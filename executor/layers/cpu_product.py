@@ -36,7 +36,9 @@ tried."""
 
 Product = Callable[[Tensor], Tensor]
 """Compute x W^T [T, N] from x [T, K]."""
-Layout = Callable[[Tensor], Product | None]
+LaidOut = tuple[Product, Tensor]
+"""A product, and the tensor that it keeps the weight in."""
+Layout = Callable[[Tensor], LaidOut | None]
 """Lay a weight [N, K] out; None where this CPU has no such product."""
 
 
@@ -47,7 +49,7 @@ class CpuProduct:
     """
 
     def __init__(self, weight: Tensor) -> None:
-        self.kind, self._product, self._most_rows = _lay_out(weight)
+        self.kind, (self._product, self.weight), self._most_rows = _lay_out(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, N] for x [T, K]."""
@@ -56,23 +58,23 @@ class CpuProduct:
         return torch.cat([self._product(part) for part in x.split(self._most_rows)])
 
 
-def plain(weight: Tensor) -> Product:
+def plain(weight: Tensor) -> LaidOut:
     """Use the weight as it is."""
-    return lambda x: torch.nn.functional.linear(x, weight)
+    return lambda x: torch.nn.functional.linear(x, weight), weight
 
 
-def transposed(weight: Tensor) -> Product:
+def transposed(weight: Tensor) -> LaidOut:
     """Transpose the weight: the layout with the least overhead."""
     turned = weight.t().contiguous()
-    return lambda x: torch.mm(x, turned)
+    return lambda x: torch.mm(x, turned), turned
 
 
-def transposed_in_fours(weight: Tensor) -> Product:
+def transposed_in_fours(weight: Tensor) -> LaidOut:
     """Transpose the weight, and multiply at least four rows.
 
     Without its strict mode MKL has other kernels for fewer rows.
     """
-    multiply = transposed(weight)
+    multiply, turned = transposed(weight)
 
     def multiply_padded(x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -80,10 +82,10 @@ def transposed_in_fours(weight: Tensor) -> Product:
             return multiply(x)
         return multiply(torch.nn.functional.pad(x, (0, 0, 0, _FEWEST_ROWS - rows)))[:rows]
 
-    return multiply_padded
+    return multiply_padded, turned
 
 
-def packed(weight: Tensor) -> Product | None:
+def packed(weight: Tensor) -> LaidOut | None:
     """Pack the weight as oneDNN wants it, by operators that are private to torch.
 
     Return None where they are missing, or give another result than the plain product.
@@ -112,19 +114,19 @@ def packed(weight: Tensor) -> Product | None:
             x = torch.nn.functional.pad(x, (0, 0, 0, size - rows))
         return multiply(x, laid_out, None, "none", [], "")[:rows]
 
-    return multiply_padded
+    return multiply_padded, laid_out
 
 
-def widened(weight: Tensor) -> Product:
+def widened(weight: Tensor) -> LaidOut:
     """Keep the weight in float32, for types that the CPU would have to emulate.
 
     Results are rounded to the weight's type.
     """
     dtype, product = weight.dtype, CpuProduct(weight.float())
-    return lambda x: product(x.float()).to(dtype)
+    return lambda x: product(x.float()).to(dtype), product.weight
 
 
-def in_blocks(weight: Tensor) -> Product:
+def in_blocks(weight: Tensor) -> LaidOut:
     """Multiply rows in blocks of one size, so that the library always computes the same product."""
     turned = weight.t().contiguous()
 
@@ -133,7 +135,7 @@ def in_blocks(weight: Tensor) -> Product:
         whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % _BLOCK_ROWS))
         return torch.cat([torch.mm(part, turned) for part in whole.split(_BLOCK_ROWS)])[:rows]
 
-    return multiply
+    return multiply, turned
 
 
 _LAYOUTS: dict[str, Layout] = {
@@ -145,21 +147,21 @@ _chosen: dict[tuple[torch.Size, torch.dtype, int], tuple[str, int]] = {}
 takes at once."""
 
 
-def _lay_out(weight: Tensor) -> tuple[str, Product, int]:
-    """Return the name of the layout, the product, and the number of rows that it takes at once."""
+def _lay_out(weight: Tensor) -> tuple[str, LaidOut, int]:
+    """Return the layout's name, the weight in it, and the number of rows that it takes at once."""
     key = weight.shape, weight.dtype, torch.get_num_threads()
     if key not in _chosen:
         for name in _candidates(weight):
-            product = _LAYOUTS[name](weight)
-            most_rows = 0 if product is None else _rows_that_agree(product, weight)
-            if product is not None and most_rows:
+            laid_out = _LAYOUTS[name](weight)
+            most_rows = 0 if laid_out is None else _rows_that_agree(laid_out[0], weight)
+            if laid_out is not None and most_rows:
                 _chosen[key] = name, most_rows
-                return name, product, most_rows
+                return name, laid_out, most_rows
         _chosen[key] = in_blocks.__name__, _TRIED_ROWS[-1]
     name, most_rows = _chosen[key]
-    product = _LAYOUTS[name](weight)
-    assert product is not None, "the same layout could be had for a weight of the same size"
-    return name, product, most_rows
+    laid_out = _LAYOUTS[name](weight)
+    assert laid_out is not None, "the same layout could be had for a weight of the same size"
+    return name, laid_out, most_rows
 
 
 def _candidates(weight: Tensor) -> Iterator[str]:

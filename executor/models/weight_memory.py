@@ -1,4 +1,4 @@
-"""The memory of a model's weights: found, moved to the host and back.
+"""The memory of a model's weights: found, counted, moved to the host and back.
 
 A model is a tree of plain objects, with tensors as attributes. So the weights of every model are
 found, also of one from another package, without a list that it would have to keep.
@@ -22,6 +22,13 @@ def weights_of(model: object) -> dict[str, Tensor]:
     `Parallel`, and is no weight.
     """
     return dict(_walk(model, "model", set()))
+
+
+def weight_bytes(model: object) -> int:
+    """Return the bytes that the weights of a model take now; those that are freed take none."""
+    tensors = {id(tensor): tensor for tensor in weights_of(model).values()}.values()
+    # A weight that oneDNN has packed has no storage that torch knows.
+    return sum(t.nbytes for t in tensors if t.is_mkldnn or t.untyped_storage().nbytes())
 
 
 def _walk(thing: Any, path: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:

@@ -79,8 +79,8 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
 ) -> None:
     """Behave like a CPU whose libraries choose kernels by the number of rows for every layout."""
 
-    def by_number_of_rows(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6)
+    def by_number_of_rows(weight: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6), weight
 
     for name in ("transposed", "transposed_in_fours", "packed"):
         monkeypatch.setitem(cpu_product._LAYOUTS, name, by_number_of_rows)

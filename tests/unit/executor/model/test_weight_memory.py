@@ -11,7 +11,7 @@ import torch
 from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.new_weights import check_same_weights, copy_weights
-from sidestep.executor.models.weight_memory import HostCopy, weights_of
+from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weights_of
 from sidestep.executor.parallel.parallel_state import LoneRank, Parallel
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.kernels.gpu import Gpu, like_gpu
@@ -36,6 +36,29 @@ def test_every_weight_of_a_model_is_found_once_a_path(parallel: Parallel) -> Non
     assert shapes == sorted([(50, 8), (8,), (8,), (8,), (24, 8), (8, 8), (16, 8), (8, 8)])
     tied = [path for path, tensor in weights.items() if tensor.shape == (50, 8)]
     assert len(tied) == 2 and weights[tied[0]] is weights[tied[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_weights_of_a_cpu_are_found_in_each_layout(dtype: torch.dtype) -> None:
+    """On a CPU the head is laid out apart from the embedding that it equals."""
+    on_gpu = {id(tensor): tensor for tensor in weights_of(model_of(Parallel())).values()}
+    on_cpu = DecoderForCausalLM(SPEC, DummyWeights(0, dtype, torch.device("cpu")), Parallel())
+    found = {id(tensor): tensor for tensor in weights_of(on_cpu).values()}
+    expected = [tensor.numel() for tensor in on_gpu.values()]
+    # A layout that is no copy leaves the head in the embedding's memory.
+    assert sorted(t.numel() for t in found.values()) in (
+        sorted([*expected, 50 * 8]),
+        sorted(expected),
+    )
+    assert weight_bytes(on_cpu) == sum(tensor.nbytes for tensor in found.values())
+
+
+def test_freed_weights_take_no_bytes() -> None:
+    model = model_of(Parallel())
+    whole, copy = weight_bytes(model), HostCopy(weights_of(model).values())
+    assert whole == copy.num_bytes > 0
+    copy.free()
+    assert weight_bytes(model) == 0
 
 
 def test_memory_that_is_freed_comes_back_with_its_content() -> None:
