@@ -230,7 +230,7 @@ def main() -> None:
     for model in args.models:
         for rows in args.rows or (64, 256):
             context = args.context or 1024
-            options = {"block_size": None, "enforce_eager": False}
+            options = {"block_size": None, "enforce_eager": False, "drafts": 0}
             report(model, make_runner(model, rows, context, 2048, options), rows, context)
 
 

@@ -1,7 +1,7 @@
 """Measure the time of a step's kernels on a GPU beside the bytes that the step must read.
 
     python benchmarks/kernels/gpu_step.py [--models qwen3-0.6b llama-3.1-8b]
-        [--batches 1 8 64 256] [--context 1024] [--prompts 8]
+        [--batches 1 8 64 256] [--context 1024] [--prompts 8] [--drafts 4]
 
 It drives the worker's runner in this process, without the engine around it: the step alone. For
 each batch size it prints:
@@ -13,6 +13,8 @@ each batch size it prints:
   it, since arithmetic bounds them.
 
 For each number of prompts it measures a step that computes that many prompts of --context tokens.
+With --drafts each row of a batch verifies that many drafts; they are looked up, and hardly any is
+right.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ def make_runner(
     model: str, rows: int, context: int, max_tokens: int, options: dict[str, Any]
 ) -> GpuRunner:
     """Return a loaded runner of a model with random weights and a random KV cache."""
-    path = write_model(model, tempfile.mkdtemp())
+    path, drafts = write_model(model, tempfile.mkdtemp()), options["drafts"]
+    speculative = {"num_speculative_tokens": drafts, "adaptive": False} if drafts else None
     blocks = rows * ((context + 400) // (options["block_size"] or 64) + 2)
     runner = GpuRunner(
         WorkerArgs(
@@ -72,7 +75,11 @@ def make_runner(
             model=ModelConfig(model=path, load_format="dummy"),
             cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
             parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
-            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max_tokens),
+            scheduler=SchedulerConfig(
+                max_num_seqs=rows,
+                max_num_batched_tokens=max_tokens,
+                speculative_config=speculative,
+            ),
             max_model_len=context + 400,
         )
     )
@@ -86,9 +93,11 @@ def make_runner(
 class Steps:
     """Decode steps of `rows` requests whose context is in the cache already."""
 
-    def __init__(self, rows: int, context: int, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, rows: int, context: int, block_size: int, vocab_size: int, drafts: int = 0
+    ) -> None:
         self._rows, self._length, self._block = rows, context, block_size
-        self._vocab = vocab_size
+        self._vocab, self._drafts = vocab_size, drafts
         self._held = 0
         self._next_block = 0
         self._count = 0
@@ -96,7 +105,7 @@ class Steps:
     def __next__(self) -> StepInput:
         """Return the next step."""
         rows, first = self._rows, self._count == 0
-        needed = -(-self._length // self._block) - self._held
+        needed = -(-(self._length + self._drafts) // self._block) - self._held
         ids = np.arange(self._next_block, self._next_block + needed * rows, dtype=np.int32)
         self._next_block += needed * rows
         self._held += needed
@@ -112,6 +121,7 @@ class Steps:
             "max_total": known + 400,
             "temperature": 0.6,
             "seed": np.arange(new),
+            "max_drafts": self._drafts,
         }.items():
             entering[name] = values
         slots = np.arange(rows, dtype=np.int32)
@@ -127,6 +137,7 @@ class Steps:
             .astype(np.int32),
             new_stop_ids=np.empty(0, np.int32),
             new_controls=np.empty(0, np.uint8),
+            num_drafts=self._drafts,
         )
         self._length += 1
         self._count += 1
@@ -237,18 +248,21 @@ def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) 
 def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
     """Print one step's time, floors, kernels and parts."""
     traced = 4
-    options = {"block_size": args.block_size, "enforce_eager": args.eager}
+    drafts = 0 if prompts else args.drafts
+    options = {"block_size": args.block_size, "enforce_eager": args.eager, "drafts": drafts}
     runner = make_runner(
         model, rows, args.context, rows * args.context if prompts else 2048, options
     )
-    steps = (PromptSteps if prompts else Steps)(rows, args.context, runner.ready.block_size, 1000)
+    steps = (PromptSteps if prompts else Steps)(
+        rows, args.context, runner.ready.block_size, 1000, drafts
+    )
     seconds = step_time(runner, steps, 12 if prompts else 40)
     bounds = floors(runner._setup.args.spec, rows, args.context, speed)
     weights = sum(bounds.values()) - bounds["attention"]
     kernels = trace(runner, steps, traced)
     listed = by_name(kernels, traced)
     busy = sum(time for time, _ in listed.values())
-    what = "prompts" if prompts else "batch"
+    what = "prompts" if prompts else f"{drafts} drafts, batch" if drafts else "batch"
     print(
         f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; "
         f"floors: weights {weights / 1e3:.3f}, "
@@ -272,6 +286,7 @@ def main() -> None:
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--prompts", nargs="*", type=int, default=[])
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--drafts", type=int, default=0, help="of each row of a batch")
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--top", type=int, default=14, help="kernels to print")
