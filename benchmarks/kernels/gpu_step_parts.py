@@ -33,7 +33,7 @@ _NEXT_PRODUCT = {
     "gate_up": "down",
     "down": "qkv",
 }
-_PRODUCT = re.compile(r"_skinny|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+_PRODUCT = re.compile(r"_skinny|_streamed|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 _SUM = re.compile(r"reduce", re.IGNORECASE)
 
 

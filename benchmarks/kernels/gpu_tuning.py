@@ -14,6 +14,7 @@ from benchmarks.kernels.gpu_layers import Configs, Layers
 from benchmarks.kernels.gpu_models import MODELS, Model
 from benchmarks.kernels.gpu_products import Linear
 from benchmarks.kernels.gpu_timing import Table, attempt, relative_error
+from sidestep.kernels.products import streamed_config
 from sidestep.kernels.products.own_linear import Config
 from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
 
@@ -23,8 +24,9 @@ T = TypeVar("T")
 def tune_layer(table: Table, case: Layers) -> Configs:
     """Return the best configurations of a layer's matrices.
 
-    Each matrix is tuned after the other, with the best ones found before it. Then the
-    configurations of decode attention are timed once more.
+    Each matrix is tuned after the other, with the best ones found before it. The streamed product
+    may pay only if all matrices take it, since norms are shared out between products; so that is
+    timed too. Then the configurations of decode attention are timed once more.
     """
     model, rows = case.model, case.rows
 
@@ -45,6 +47,11 @@ def tune_layer(table: Table, case: Layers) -> Configs:
     for name, shape in model.linears().items():
         tried = [None, *product_configs(shape, rows)]
         _, chosen[name] = best(name, tried, lambda c, name=name: case.time({**chosen, name: c}))
+    if rows <= streamed_config.MAX_ROWS:
+        streamed: Configs = {
+            name: streamed_config.config(rows, *shape) for name, shape in model.linears().items()
+        }
+        _, chosen = best("together", (chosen, streamed), case.time)
     error = relative_error(case.run(chosen), case.run(dict.fromkeys(model.linears())))
     best("decode", decode_configs(), lambda c: (case.set_decode(c), case.time(chosen))[1])
     case.set_decode(decode)

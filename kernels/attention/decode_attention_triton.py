@@ -148,6 +148,7 @@ def _decode(
     ROPE: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    NEXT_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0) % KVH
@@ -171,7 +172,8 @@ def _decode(
     within = tl.arange(0, TILE)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if NEXT_EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     if tile >= last:
         return
     m = tl.arange(0, M)
@@ -264,6 +266,9 @@ def _decode(
             acc = tl.dot(weights.to(dtype), value, acc * fade[:, None], input_precision=PRECISION)
             top = highest
             blocks = following
+        if PDL and not NEXT_EARLY:
+            # The next kernel's weights would take the memory's time from these keys and values.
+            tl.extra.cuda.gdc_launch_dependents()
         total_mass = tl.sum(mass, 1)
         target = out + row * Q * out_stride + head * (G * D)
         begins_here = tile == row_begin
@@ -439,6 +444,7 @@ def decode_attention(
         rope is not None,
         norms is not None,
         "ieee",
+        config.next_early,
         num_warps=warps,
         num_stages=config.num_stages,
         **pdl(q),

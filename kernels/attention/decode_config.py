@@ -15,6 +15,8 @@ class DecodeConfig:
     programs_per_processor: int = 4
     min_tiles: int = 2
     combined: int = 4096
+    next_early: bool = False
+    """Whether the next kernel may begin to load its weights while keys and values are loading."""
     min_tiles_of_several: int = 4
     """The least number of tiles of a program where rows have several query tokens: their parts are
     larger, and so take longer to combine."""
@@ -35,19 +37,26 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
         return DecodeConfig(tile=32, num_warps=4, num_stages=3, programs_per_processor=2)
     # The wider the rest of a layer, the more a program may have to do before its start and end
     # count.
-    return DecodeConfig(min_tiles=4 if num_heads * head_dim >= 4096 else 2)
+    wide = num_heads * head_dim >= 4096
+    return DecodeConfig(min_tiles=4 if wide else 2, next_early=wide)
 
 
 def config_of(
     head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, queries: int
 ) -> DecodeConfig:
     """Return the configuration for rows of `queries` query tokens."""
-    several = queries > 1 and queries * (num_heads // num_kv_heads) <= _ONE_WARP
-    if several and head_dim * itemsize <= 256:
-        # Small tiles of one warp spread the short rows of a small batch over all processors.
-        return DecodeConfig(tile=16, num_warps=1, programs_per_processor=8, min_tiles=4)
+    rows = queries * (num_heads // num_kv_heads)
+    if queries > 1 and rows <= _FOUR_WARPS and head_dim * itemsize <= 256:
+        if rows <= _ONE_WARP:
+            # Small tiles of one warp spread the short rows of a small batch over all processors.
+            return DecodeConfig(
+                tile=16, num_warps=1, programs_per_processor=8, min_tiles_of_several=6
+            )
+        return DecodeConfig(
+            tile=64, num_warps=4, programs_per_processor=2, min_tiles_of_several=1, combined=8192
+        )
     return decode_config(head_dim, itemsize, num_heads)
 
 
-_ONE_WARP = 16
-"""Rows of queries of a KV head for which one warp has the registers."""
+_ONE_WARP, _FOUR_WARPS = 16, 32
+"""Rows of queries of a KV head for which one warp, and four, have the registers."""

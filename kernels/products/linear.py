@@ -19,12 +19,20 @@ if TYPE_CHECKING:
     from sidestep.kernels.products.own_linear import Config
 
 _HALF = (torch.bfloat16, torch.float16)
-_FEW_ROWS, _WIDE = 16, 2048
-"""Largest number of rows, and smallest width, for which a product begins the next norm.
+_FEW_ROWS, _MANY_ROWS, _WIDE = 16, 33, 2048
+"""Numbers of rows up to which and from which on a product begins the next norm, and the width of
+streams where it does for any number of rows."""
 
-A product begins the next norm where it was measured to pay: for few rows, and for wide streams. It
-does not in float16: a stream that is not scaled yet may be too large for float16.
-"""
+
+def _begins_norm(rows: int, width: int, dtype: torch.dtype) -> bool:
+    """Return whether a product that adds to a stream begins the next norm.
+
+    It does where whole steps were measured to be faster. A step of Qwen3-0.6B with 24 rows takes
+    15% longer with begun norms, one with 40 rows 4% less. It does not in float16: a stream that is
+    not scaled yet may be too large for float16.
+    """
+    measured = rows <= _FEW_ROWS or rows >= _MANY_ROWS or width >= _WIDE
+    return measured and dtype == torch.bfloat16
 
 
 def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
@@ -118,5 +126,5 @@ def add_linear(
         return None
     from sidestep.kernels.products.own_linear import add_own_linear
 
-    begins = x.dtype == torch.bfloat16 and (x.shape[0] <= _FEW_ROWS or weight.shape[0] >= _WIDE)
+    begins = _begins_norm(x.shape[0], weight.shape[0], x.dtype)
     return add_own_linear(residual, x, weight, bias, norm=norm if begins else None, config=config)
