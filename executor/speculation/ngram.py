@@ -37,14 +37,19 @@ def find_drafts_np(tokens: Int32, min_match: int, max_match: int, num_drafts: in
     return np.resize(followers, num_drafts).astype(np.int32, copy=False)
 
 
+def check_range(settings: ProposerSettings) -> None:
+    """Raise ValueError if no match can be as long as the settings ask for."""
+    if not 1 <= settings.min_match <= settings.max_match:
+        raise ValueError(
+            f"matches of {settings.min_match} to {settings.max_match} tokens are no range"
+        )
+
+
 class NgramProposer(Proposer):
     """Proposes what followed the longest earlier match of the last tokens."""
 
     def __init__(self, settings: ProposerSettings) -> None:
-        if not 1 <= settings.min_match <= settings.max_match:
-            raise ValueError(
-                f"matches of {settings.min_match} to {settings.max_match} tokens are no range"
-            )
+        check_range(settings)
         self._min_match, self._max_match = settings.min_match, settings.max_match
 
     def __repr__(self) -> str:

@@ -26,11 +26,9 @@ class SpeculativeConfig(Options):
 
     method: str = option("ngram", "Who drafts tokens.", choices=tuple(PROPOSERS))
     num_speculative_tokens: int = option(4, "Most drafts of a row in a step.")
-    prompt_lookup_min: int | None = option(
-        None, "Method 'ngram': fewest tokens that must repeat. Default: 2, or prompt_lookup_max."
-    )
+    prompt_lookup_min: int = option(1, "Look-up: fewest last tokens that must repeat.")
     prompt_lookup_max: int | None = option(
-        None, "Method 'ngram': most tokens that are compared. Default: 5, or prompt_lookup_min."
+        None, "Look-up: most last tokens that are compared. Default: 5, or prompt_lookup_min."
     )
     adaptive: bool = option(
         True,
@@ -42,11 +40,8 @@ class SpeculativeConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
-        if least is None:
-            object.__setattr__(self, "prompt_lookup_min", 2 if most is None else min(2, most))
-        if most is None:
-            object.__setattr__(self, "prompt_lookup_max", 5 if least is None else max(5, least))
+        if self.prompt_lookup_max is None:
+            object.__setattr__(self, "prompt_lookup_max", max(5, self.prompt_lookup_min))
         least, most = self.lookup
         for holds, problem in (
             (
@@ -68,7 +63,7 @@ class SpeculativeConfig(Options):
     @property
     def lookup(self) -> tuple[int, int]:
         """Fewest and most tokens of a match."""
-        return self.prompt_lookup_min or 0, self.prompt_lookup_max or 0
+        return self.prompt_lookup_min, self.prompt_lookup_max or 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any] | None) -> Self | None:

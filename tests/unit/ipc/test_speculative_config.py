@@ -35,7 +35,7 @@ def test_without_a_config_there_is_no_speculation() -> None:
 
 def test_the_defaults_are_those_of_look_up() -> None:
     assert of() == of(method="ngram", num_speculative_tokens=4)
-    assert of().lookup == (2, 5)
+    assert of().lookup == (1, 5)
     assert of(prompt_lookup_max=1).lookup == (1, 1)
     assert of(prompt_lookup_min=7).lookup == (7, 7)
 
