@@ -223,7 +223,9 @@ QUERIES = [
 
 
 def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) -> None:
-    server = make_server("--max-num-queued-reqs", "1")
+    server = make_server(
+        "--max-num-queued-reqs", "1", "--speculative-config", json.dumps(SPECULATION)
+    )
     assert server.post("/v1/completions", {"prompt": ["x", "y", "z"]}).status_code == 429
     assert (
         server.post("/v1/completions", {"prompt": "x", "max_tokens": 3, "stream": True}).status_code
@@ -232,7 +234,7 @@ def test_every_query_of_the_dashboard_is_of_what_is_exported(make_server: Make) 
     families = list(text_string_to_metric_families(server.http.get("/metrics").text))
     kinds = {sample.name: family.type for family in families for sample in family.samples}
     labels = {sample.name: {*sample.labels} for family in families for sample in family.samples}
-    assert len(QUERIES) > 30
+    assert len(QUERIES) > 35
     for title, query in QUERIES:
         names = re.findall(r"sidestep:\w+", query)
         grouped = {
