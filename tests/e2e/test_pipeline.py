@@ -37,7 +37,6 @@ SMALL: dict[str, Any] = {
             },
         ),
         ("llama-mqa-odd-sizes", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **SMALL}),
-        ("llama-gqa", {"tensor_parallel_size": 4}),
     ],
     ids=str,
 )

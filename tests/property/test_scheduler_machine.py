@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=250, stateful_step_count=50, deadline=None
+    max_examples=160, stateful_step_count=50, deadline=None
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
 

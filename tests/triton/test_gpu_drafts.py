@@ -59,6 +59,10 @@ def drafting(request: pytest.FixtureRequest, model: str, one_thread: None) -> tu
     return made, request.param
 
 
+FOUR = pytest.mark.parametrize("drafting", [4], indirect=True)
+"""Runs a test with four drafts alone: the interpreter takes its time."""
+
+
 @contextmanager
 def guessing(runner: GpuRunner, texts: Iterable[Sequence[int]], rate: float) -> Iterator[None]:
     """Let drafts be those of an oracle that knows the texts, and is right at this rate.
@@ -154,6 +158,7 @@ def test_tokens_are_the_same_with_drafts(drafting: tuple[GpuRunner, int], model:
     assert len(engine.steps) < len(expected.steps)
 
 
+@FOUR
 def test_looked_up_drafts_change_no_tokens(drafting: tuple[GpuRunner, int], model: str) -> None:
     runner, drafts = drafting
     added = [
@@ -166,6 +171,7 @@ def test_looked_up_drafts_change_no_tokens(drafting: tuple[GpuRunner, int], mode
     assert engine.scheduler.stats()["spec_decode_num_draft_tokens"] > 0
 
 
+@FOUR
 def test_preempted_requests_go_on_with_the_same_tokens(
     drafting: tuple[GpuRunner, int], model: str
 ) -> None:
@@ -177,6 +183,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(
     assert any(end.num_preemptions for end in engine.finished.values()), "blocks did for all"
 
 
+@FOUR
 def test_stop_tokens_wait_for_the_fewest_outputs_at_each_draft(
     drafting: tuple[GpuRunner, int], model: str
 ) -> None:
@@ -207,7 +214,7 @@ def test_a_backend_that_needs_lengths_on_the_host_is_refused(model: str) -> None
         GpuRunner(replace(args, parallel=parallel))
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 2)])
 def test_ranks_give_the_tokens_of_one_without_drafts(
     size: int, stages: int, tmp_path: Path
 ) -> None:
@@ -216,10 +223,10 @@ def test_ranks_give_the_tokens_of_one_without_drafts(
     got, expected = json.loads(
         run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages), "2")
     )
-    # Each request has sampled six times.
+    # Each request has sampled five times.
     counts = [len(tokens) for tokens in got[0]]
     assert got == [[all_[:n] for all_, n in zip(expected, counts, strict=True)]] * size
-    assert min(counts) >= 6 and max(counts) >= 8
+    assert min(counts) >= 5 and max(counts) >= 7
 
 
 def test_a_method_that_a_gpu_does_not_have_is_refused(model: str) -> None:
@@ -229,13 +236,12 @@ def test_a_method_that_a_gpu_does_not_have_is_refused(model: str) -> None:
         GpuRunner(replace(args, scheduler=scheduler))
 
 
+@FOUR
 def test_rows_with_masks_verify_the_drafts_that_have_masks(
     drafting: tuple[GpuRunner, int], model: str
 ) -> None:
     """Compare steps with masks behind drafts, in the step's own logits and in copies."""
     runner, drafts = drafting
-    if drafts < 3:
-        pytest.skip("it needs three drafts")
     controls = [Controls(has_grammar=True), Controls(has_grammar=True, logprobs=1)]
     held = {i: Request([3, 1, 4], 20, controls=c) for i, c in enumerate(controls)}
     begin = make_step([(0, 3, [0]), (1, 3, [1])], held, 0)

@@ -92,7 +92,7 @@ def check(
     assert num_clear >= len(prompts) / 2
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window"])
 def test_random_models_equal_transformers(
     family: str, random_model: RandomModel, engines: Engines
 ) -> None:
@@ -131,11 +131,11 @@ def test_ends_and_penalties_equal_transformers(
     early_stopping: Any, unsure: tuple[str, PreTrainedModel, list[int]], engines: Engines
 ) -> None:
     path, model, eos = unsure
-    for penalty in (-1.0, 0.0, 1.0, 3.0):
+    for penalty in (-1.0, 0.0, 3.0):
         check(
             engines.get(path),
             model,
-            random_prompts(5, 331),
+            random_prompts(4, 331),
             BeamSearchParams(
                 beam_width=4,
                 max_tokens=25,
@@ -161,8 +161,7 @@ def make_unsure(folder: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"async_scheduling": False},
-        {"enable_prefix_caching": False},
+        {"async_scheduling": False, "enable_prefix_caching": False},
         {"tensor_parallel_size": 2},
         {
             "max_num_batched_tokens": 48,

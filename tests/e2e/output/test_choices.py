@@ -18,8 +18,7 @@ from tests.e2e.models import RandomModel, random_prompts, reference_tokens
     "options",
     [
         {},
-        {"async_scheduling": False},
-        {"enable_prefix_caching": False},
+        {"async_scheduling": False, "enable_prefix_caching": False},
         {
             "max_num_batched_tokens": 48,
             "max_num_seqs": 12,

@@ -189,7 +189,7 @@ def test_random_batches(
 def test_windows(window: int, queries: int, scratch_for: MakeScratch) -> None:
     """Cover windows smaller than the number of queries, within a tile, and beyond all rows."""
     batch = rows_of(queries, Shape(page=32), [1, 90, 16, 33, 34, 37], seed=window)
-    for parts in (1, 3, 30):
+    for parts in (1, 30):
         check(batch, scratch_for(batch, parts, queries), queries, window)
 
 
@@ -200,8 +200,8 @@ def test_any_number_of_programs(parts: int, scratch_for: MakeScratch) -> None:
     check(batch, scratch_for(batch, parts, 5), 5)
 
 
-@pytest.mark.parametrize("parts", [1, 4, 30])
-@pytest.mark.parametrize("window", [0, 1, 3, 20])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("queries", [2, 5])
 def test_what_is_not_valid_changes_no_valid_query(
     queries: int, window: int, parts: int, scratch_for: MakeScratch

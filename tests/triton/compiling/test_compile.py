@@ -62,7 +62,7 @@ class Job:
 
 
 MAIN = [
-    Job(80, "Qwen3-0.6B"),
+    Job(80, "Qwen3-0.6B", groups=("attention", "products")),
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
     Job(90, "Llama-3.1-8B", groups=("attention", "products")),
 ]

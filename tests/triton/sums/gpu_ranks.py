@@ -116,7 +116,7 @@ def run_rank(model: str, rank: int, size: int, stages: int, drafts: int, folder:
     with standing_in():
         runner = GpuRunner(args)
         found = (
-            slot_tokens(runner, drafting_steps(stages, drafts, 5))
+            slot_tokens(runner, drafting_steps(stages, drafts, 4))
             if drafts
             else tokens(runner, steps_of(stages))
         )
@@ -140,7 +140,7 @@ def main(model: str, size: int, stages: int, drafts: int) -> None:
         got = [json.loads((folder / str(rank)).read_text()) for rank in range(ranks - size, ranks)]
     runner = make_runner(model)
     expected = (
-        slot_tokens(runner, drafting_steps(stages, 0, 25))
+        slot_tokens(runner, drafting_steps(stages, 0, 20))
         if drafts
         else tokens(runner, steps_of(stages))
     )
