@@ -93,8 +93,17 @@ def test_the_architecture_page_has_each_folder_of_the_code() -> None:
     text = pages.text_of("architecture.md")
     code = [file for folder in FOLDERS[:5] for file in (ROOT / folder).rglob("*.*")]
     folders = {file.parent.relative_to(ROOT).as_posix() for file in code if file.is_file()}
-    table = set(re.findall(r"^\| `(\w[\w/]*)/` \|", text, re.MULTILINE))
-    assert {name for name in folders if "__pycache__" not in name} <= table
+    assert {name for name in folders if "__pycache__" not in name} <= set(_folders_of(text))
+
+
+def _folders_of(text: str) -> list[str]:
+    """Return the folders of the page's tree, where two spaces more are one level deeper."""
+    names: list[str] = []
+    found: list[str] = []
+    for indent, name in re.findall(r"^((?:  )*)([\w/]+)/(?:,| )", text, re.MULTILINE):
+        names[len(indent) // 2 :] = [name]
+        found.append("/".join(names))
+    return found
 
 
 def _pages_of(entries: list[dict[str, Any]]) -> list[str]:
