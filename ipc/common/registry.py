@@ -49,6 +49,7 @@ ATTENTION_BACKENDS: dict[str, str] = {
 
 PROPOSERS: dict[str, str] = {
     "ngram": "sidestep.executor.speculation.ngram:NgramProposer",
+    "frequent": "sidestep.executor.speculation.frequent:FrequentProposer",
     "synthetic": "sidestep.executor.speculation.synthetic:SyntheticProposer",
 }
 """Name -> what proposes drafts on the host, for speculation."""

@@ -57,7 +57,7 @@ def test_text_in_python_is_json_as_on_the_command_line() -> None:
             {"num_speculative_tokens": "4"},
             "num_speculative_tokens: must be a whole number, not '4'",
         ),
-        ({"method": "eagle9"}, "method: 'eagle9' is not one of ngram, synthetic"),
+        ({"method": "eagle9"}, "method: 'eagle9' is not one of ngram, frequent, synthetic"),
         ({"method": 3}, "method: must be a string, not 3"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min must be at least 1, not 0"),
         (

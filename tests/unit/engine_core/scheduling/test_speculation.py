@@ -18,6 +18,7 @@ from tests.small_grammars import SmallGrammars, small_grammar
 
 PROPOSERS: list[dict[str, Any]] = [
     {"method": "ngram", "prompt_lookup_min": 1},
+    {"method": "frequent"},
     *({"method": "synthetic", "synthetic_acceptance_rate": rate} for rate in (0.0, 0.3, 0.7, 1.0)),
 ]
 

@@ -6,11 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from sidestep.executor.speculation.frequent import FrequentProposer
 from sidestep.executor.speculation.proposer import Proposer, ProposerSettings
 from sidestep.executor.speculation.synthetic import SyntheticProposer
 from sidestep.ipc.common.registry import PROPOSERS, load
 from sidestep.ipc.transport.step import Int32
+from tests.unit.executor.speculation.lookups import plain_frequent, token_rows
 
 VOCAB = 50
 REPEATED = np.array([4, 8, 15, 16, 23, 42, 4, 8, 15], np.int32)
@@ -100,10 +104,26 @@ def test_look_up_proposes_nothing_where_it_finds_nothing() -> None:
     assert proposer.propose(0, REPEATED, 4).tolist() == [16, 23, 42, 4]
 
 
+@pytest.mark.parametrize("name", ["ngram", "frequent"])
 @pytest.mark.parametrize(("fewest", "most"), [(0, 3), (3, 2), (-1, -1)])
-def test_look_up_refuses_ranges_that_hold_no_length(fewest: int, most: int) -> None:
+def test_look_up_refuses_ranges_that_hold_no_length(fewest: int, most: int, name: str) -> None:
     with pytest.raises(ValueError, match=f"matches of {fewest} to {most} tokens are no range"):
-        load(PROPOSERS["ngram"])(ProposerSettings(VOCAB, min_match=fewest, max_match=most))
+        load(PROPOSERS[name])(ProposerSettings(VOCAB, min_match=fewest, max_match=most))
+
+
+@given(token_rows, st.integers(1, 3), st.integers(0, 3), st.integers(0, 6))
+def test_drafts_by_frequency_are_those_of_the_definition(
+    tokens: list[int], fewest: int, more: int, num: int
+) -> None:
+    settings = ProposerSettings(VOCAB, min_match=fewest, max_match=fewest + more)
+    found = FrequentProposer(settings).propose(0, np.array(tokens, np.int32), num)
+    assert found.tolist() == plain_frequent(tokens, fewest, fewest + more, num)
+
+
+def test_the_most_frequent_follower_wins_over_the_latest() -> None:
+    proposer: Proposer = load(PROPOSERS["frequent"])(ProposerSettings(VOCAB, min_match=1))
+    tokens = np.array([1, 7, 1, 7, 1, 8, 1], np.int32)
+    assert proposer.propose(0, tokens, 1).tolist() == [7]
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 1.0])
