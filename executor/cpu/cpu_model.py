@@ -13,6 +13,7 @@ from sidestep.executor.models.model_loading import (
     pick_attention,
     pick_dtype,
 )
+from sidestep.executor.models.weight_memory import weight_bytes
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
@@ -22,6 +23,7 @@ from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
+from sidestep.ipc.transport.worker_calls import CallResult, MemoryUse
 from sidestep.kernels.ops.rms_norm import Stream
 
 CPU = torch.device("cpu")
@@ -69,6 +71,14 @@ class CpuModel:
             )
         )
         return self.decoder.states(inputs, self.attention, rows)
+
+    def memory_use(self, call: MemoryUse) -> CallResult:
+        """Return the bytes of the weights, of the KV cache and of the whole process."""
+        return {
+            "weights": weight_bytes(self._decoder),
+            "kv_cache": 0 if self._attention is None else self._attention.cache.nbytes,
+            "resident": resident_bytes(),
+        }
 
     def free(self, level: int) -> int:
         """Free the KV cache, and at level 2 the weights; return the bytes.

@@ -75,6 +75,7 @@ class ModelRunner(StepOrder[CpuStep]):
             TorchProfile(args),
             SleepCalls(self._model, self.settle),
             WeightCalls(self._model, args),
+            self._model,
         )
         self.ready = WorkerReady(
             num_kv_blocks=self._model.num_blocks,

@@ -19,7 +19,7 @@ from sidestep.executor.gpu.warm_up import warm_up
 from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import load_model
 from sidestep.executor.models.new_weights import check_same_weights, copy_weights
-from sidestep.executor.models.weight_memory import HostCopy, weights_of
+from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weights_of
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
@@ -29,6 +29,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_MARGIN_BYTES
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import StepInput
+from sidestep.ipc.transport.worker_calls import CallResult, MemoryUse
 from sidestep.kernels.gpu import gpu_of, like_gpu
 
 _GIB = 1 << 30
@@ -130,6 +131,17 @@ class GpuModel:
                 self.kernels.launch, self._setup.limits, self._setup.args.spec
             )
         torch.cuda.synchronize()
+
+    def memory_use(self, call: MemoryUse) -> CallResult:
+        """Return the bytes of the weights, of the KV cache and of the whole device."""
+        free, total = torch.cuda.mem_get_info(self._setup.device)
+        return {
+            "weights": 0 if self._loaded is None else weight_bytes(self._loaded.decoder),
+            "kv_cache": 0 if self.kernels is None else self.kernels.attention.cache.nbytes,
+            "allocated": torch.cuda.memory_allocated(),
+            "free": free,
+            "total": total,
+        }
 
     # Sleep.
 

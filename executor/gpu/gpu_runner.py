@@ -124,6 +124,7 @@ class GpuRunner(StepOrder[GpuStep]):
             TorchProfile(args),
             SleepCalls(self._model, self.settle),
             WeightCalls(self._model, args),
+            self._model,
         )
         self.ready = WorkerReady(
             num_kv_blocks=self._model.num_blocks,

@@ -38,6 +38,7 @@ from sidestep.ipc.transport.step import (
 )
 from sidestep.ipc.transport.worker_calls import (
     CallResult,
+    MemoryUse,
     PrepareWeights,
     Sleep,
     WakeUp,
@@ -319,6 +320,10 @@ class FakeRunner(StepOrder[_FakeStep]):
 
     def settle(self) -> None:
         """Do nothing: there are no other ranks."""
+
+    def memory_use(self, call: MemoryUse) -> CallResult:
+        """Return zeros: the device has no weights, and its cache is a script's."""
+        return {"weights": 0, "kv_cache": 0}
 
     def sleep(self, call: Sleep) -> CallResult:
         """Drop the content of the cache. There are no weights."""

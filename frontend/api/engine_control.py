@@ -1,4 +1,4 @@
-"""The calls of an application to the workers of a running engine: profiles, sleep, weights."""
+"""The calls of an application to a running engine's workers: profiles, memory, sleep, weights."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.transport.worker_calls import (
     ApplyWeights,
     DropWeights,
+    MemoryUse,
     PrepareWeights,
     Sleep,
     StartProfile,
@@ -61,6 +62,21 @@ class EngineControl:
         """
         answers = await self._replicas.call_workers(StopProfile())
         return [str(result["file"]) for results in answers.values() for result in results]
+
+    async def get_memory_use(self) -> list[dict[str, int]]:
+        """Return the memory that each worker uses, also while the engine sleeps.
+
+        Each entry names a `replica` and a `rank` in it. All other values are bytes: `weights` and
+        `kv_cache` are what the device holds of them now. A GPU adds `allocated`, which is all that
+        torch has allocated for the worker, and `free` and `total` of the whole GPU. A CPU adds
+        `resident`, which is what the worker's process has in memory.
+        """
+        answers = await self._replicas.call_workers(MemoryUse())
+        return [
+            {"replica": replica, "rank": rank, **{name: int(n) for name, n in result.items()}}
+            for replica, results in answers.items()
+            for rank, result in enumerate(results)
+        ]
 
     @takes_vllm_arguments
     async def sleep(self, level: int = 1, *, timeout_s: float = 60.0) -> None:

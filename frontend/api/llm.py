@@ -163,6 +163,10 @@ class LLM(RefusesVllmMethods):
         """End the recording, and return the paths of its files; see AsyncLLM.stop_profile."""
         return self._call(self._llm.stop_profile())
 
+    def get_memory_use(self) -> list[dict[str, int]]:
+        """Return the bytes of memory that each worker uses; see AsyncLLM.get_memory_use."""
+        return self._call(self._llm.get_memory_use())
+
     @takes_vllm_arguments
     def sleep(self, level: int = 1, *, timeout_s: float = 60.0) -> None:
         """Free the memory of the KV cache and of the weights; see AsyncLLM.sleep.

@@ -52,6 +52,7 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         "/v1/models/{model:path}": status.model,
         "/v1/load": status.load,
         "/v1/flight": FlightRoute(service),
+        "/memory_use": control.memory_use,
         "/is_sleeping": control.is_sleeping,
         "/openapi.json": OpenApiRoute(version),
         **page_routes(),

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from sidestep.frontend.server.openai.chat_protocol import ChatRequest
 from sidestep.frontend.server.openai.completions import CompletionRequest
 from sidestep.frontend.server.openai.tokens import DetokenizeRequest, TokenizeRequest
-from sidestep.frontend.server.operation.control import Profile, Sleeping
+from sidestep.frontend.server.operation.control import Memory, Profile, Sleeping
 from sidestep.frontend.server.operation.flight import Flight
 from sidestep.frontend.server.responses.protocol import (
     RESPONSES_NOT_YET,
@@ -107,6 +107,7 @@ OPERATIONS = (
         is_command=True,
         more_statuses=_OF_COMMANDS,
     ),
+    Operation("/memory_use", "The memory of each worker.", Memory, more_statuses=_OF_COMMANDS),
     Operation(
         "/sleep",
         "Free the memory of the KV cache and of the weights.",

@@ -55,6 +55,10 @@ class StopProfile(WorkerCall, frozen=True, kw_only=True):
     timeout_s = 600.0
 
 
+class MemoryUse(WorkerCall, frozen=True, kw_only=True):
+    """Tell the bytes of memory that the rank uses on its device, by what they are used for."""
+
+
 class Sleep(WorkerCall, frozen=True, kw_only=True):
     """Free the memory of the weights and of the KV cache, as far as the level says.
 
@@ -101,7 +105,16 @@ class DropWeights(WorkerCall, frozen=True, kw_only=True):
     """Forget the weights that `PrepareWeights` has read."""
 
 
-AnyCall = StartProfile | StopProfile | Sleep | WakeUp | PrepareWeights | ApplyWeights | DropWeights
+AnyCall = (
+    StartProfile
+    | StopProfile
+    | MemoryUse
+    | Sleep
+    | WakeUp
+    | PrepareWeights
+    | ApplyWeights
+    | DropWeights
+)
 ALL_CALLS: tuple[type[WorkerCall], ...] = get_args(AnyCall)
 
 

@@ -39,6 +39,30 @@ def test_outputs_after_a_sleep_are_those_before_it(
         assert tokens_of(llm) == before
 
 
+@pytest.mark.parametrize("options", [{}, {"tensor_parallel_size": 2}], ids=str)
+def test_each_rank_tells_the_memory_that_it_holds_awake_and_asleep(
+    options: dict[str, int], random_model: RandomModel, engines: Engines
+) -> None:
+    path, reference = random_model("llama-gqa")
+    llm = engines.get(path, **options)
+    ranks = options.get("tensor_parallel_size", 1)
+    awake = llm.get_memory_use()
+    assert [(use["replica"], use["rank"]) for use in awake] == [(0, rank) for rank in range(ranks)]
+    assert all(use["resident"] > use["weights"] for use in awake)
+    assert all(use["kv_cache"] == awake[0]["kv_cache"] > 0 for use in awake)
+    # The ranks share all but the norms, and the vocabulary is padded.
+    whole = sum(weight.nbytes for weight in reference.parameters())
+    assert whole <= sum(use["weights"] for use in awake) < whole * 1.1
+    for level in (1, 2):
+        llm.sleep(level)
+        for use, before in zip(llm.get_memory_use(), awake, strict=True):
+            assert use["kv_cache"] == 0
+            assert use["weights"] == (before["weights"] if level == 1 else 0)
+        llm.wake_up()
+    for use, before in zip(llm.get_memory_use(), awake, strict=True):
+        assert use | {"resident": 0} == before | {"resident": 0}
+
+
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 

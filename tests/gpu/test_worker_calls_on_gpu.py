@@ -53,6 +53,7 @@ def test_a_sleep_frees_the_device_and_outputs_are_the_same_afterwards(
         for level in (1, 2, 1):
             llm.sleep(level)
             assert torch.cuda.mem_get_info(0)[0] - free > CACHE_BYTES * 0.9
+            assert all(use["weights"] == use["kv_cache"] == 0 for use in llm.get_memory_use())
             llm.wake_up()
             assert tokens_of(llm) == before
 
@@ -71,6 +72,7 @@ def test_a_sleep_frees_the_weights_too(model_folder: Path) -> None:
         for level in (1, 2):
             llm.sleep(level)
             assert torch.cuda.mem_get_info(0)[0] - free > weights * 0.9
+            assert llm.get_memory_use()[0]["weights"] == 0
             llm.wake_up()
             assert tokens_of(llm) == before
 

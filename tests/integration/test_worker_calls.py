@@ -87,6 +87,21 @@ async def test_after_a_sleep_outputs_are_as_before_and_nothing_is_cached(
     assert await tokens_of(llm, prompt, 9) == expected_tokens(prompt, 9, 5, vocab)
 
 
+async def test_all_ranks_of_all_replicas_tell_their_memory_awake_and_asleep(
+    make_llm: MakeLLM,
+) -> None:
+    """The fake device has neither weights nor a cache in memory."""
+    llm = make_llm(data_parallel_size=2, tensor_parallel_size=2)
+    expected = [
+        {"replica": replica, "rank": rank, "weights": 0, "kv_cache": 0}
+        for replica in range(2)
+        for rank in range(2)
+    ]
+    assert await llm.get_memory_use() == expected
+    await llm.sleep()
+    assert await llm.get_memory_use() == expected
+
+
 async def test_requests_wait_for_a_sleeping_engine_and_can_be_cancelled(make_llm: MakeLLM) -> None:
     llm = make_llm()
     vocab = llm.get_tokenizer().vocab_size

@@ -23,13 +23,14 @@ from sidestep.ipc.transport.worker_calls import (
     ApplyWeights,
     CallResult,
     DropWeights,
+    MemoryUse,
     PrepareWeights,
     SentCall,
     Sleep,
     WakeUp,
 )
 from tests.e2e.models import write_model
-from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
+from tests.triton.gpu_stand_in import MEMORY, mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED
 from tests.unit.executor.steps import schedule
 from tests.unit.executor.test_model_runner import make_runner
@@ -115,6 +116,20 @@ def test_a_runner_gives_the_same_tokens_after_a_sleep(level: int, dummy: GpuRunn
     call(runner, WakeUp())
     assert runner._model.graphs is not None and runner._model.graphs is not graphs
     assert tokens_of(runner) == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_runner_tells_the_memory_that_it_holds(level: int, dummy: GpuRunner) -> None:
+    awake = call(dummy, MemoryUse())
+    weights = {id(tensor): tensor for tensor in weights_of(decoder_of(dummy)).values()}
+    assert awake["weights"] == sum(tensor.nbytes for tensor in weights.values()) > 0
+    assert dummy._model.kernels is not None
+    assert awake["kv_cache"] == dummy._model.kernels.attention.cache.nbytes > 0
+    assert awake["free"] == awake["total"] == MEMORY and awake["allocated"] == 0
+    call(dummy, Sleep(level=level))
+    assert call(dummy, MemoryUse()) == {**awake, "weights": 0, "kv_cache": 0}
+    call(dummy, WakeUp())
+    assert call(dummy, MemoryUse()) == awake
 
 
 def test_a_runner_sleeps_on_while_the_gpu_has_too_little_memory(

@@ -24,6 +24,13 @@ class Profile(msgspec.Struct):
     """Paths of the files on the server's machine, one a worker."""
 
 
+class Memory(msgspec.Struct):
+    """Answer to /memory_use."""
+
+    workers: list[dict[str, int]]
+    """For each worker its replica and rank, and bytes by what they are used for."""
+
+
 class Sleeping(msgspec.Struct):
     """Answer to /is_sleeping."""
 
@@ -46,6 +53,11 @@ class ControlRoutes:
         """End the recording, and answer with the files that it was written to."""
         _check(http)
         return _json(Profile(await self._service.llm.stop_profile()))
+
+    async def memory_use(self, http: Request) -> Response:
+        """Answer with the bytes of memory that each worker uses."""
+        _check(http)
+        return _json(Memory(await self._service.llm.get_memory_use()))
 
     async def sleep(self, http: Request) -> Response:
         """Free memory when all requests have ended; the parameter `level` is 1 or 2."""

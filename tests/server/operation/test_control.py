@@ -86,6 +86,14 @@ def test_a_wrong_sleep_is_refused(query: str, keyed: LiveServer) -> None:
     assert answer.json()["error"]["param"] == query.partition("=")[0]
 
 
-def test_users_cannot_ask_whether_it_sleeps(keyed: LiveServer, fake: LiveServer) -> None:
-    users = keyed.http.get("/is_sleeping", headers={"authorization": "Bearer ann"})
-    assert users.status_code == 403 and fake.http.get("/is_sleeping").status_code == 403
+def test_operators_can_ask_for_the_memory_of_the_workers(keyed: LiveServer) -> None:
+    answer = keyed.http.get("/memory_use").raise_for_status().json()
+    assert answer == {"workers": [{"replica": 0, "rank": 0, "weights": 0, "kv_cache": 0}]}
+
+
+@pytest.mark.parametrize("path", ["/is_sleeping", "/memory_use"])
+def test_users_cannot_ask_for_what_operators_can(
+    path: str, keyed: LiveServer, fake: LiveServer
+) -> None:
+    users = keyed.http.get(path, headers={"authorization": "Bearer ann"})
+    assert users.status_code == 403 and fake.http.get(path).status_code == 403
