@@ -30,6 +30,7 @@ class HostTables:
         self.min_p = self.records["min_p"]
         self.top_k = self.records["top_k"]
         self.seed = self.records["seed"]
+        self.temperature_last = self.records["temperature_last"]
         self.min_tokens = self.records["min_tokens"]
         self.max_total = self.records["max_total"]
         self.max_drafts = self.records["max_drafts"]

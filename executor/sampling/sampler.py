@@ -61,7 +61,8 @@ class Sampler:
     def _filter(self, logits: Tensor, rows: Int64, slots: Int32) -> Tensor:
         state = self._state
         index = _tensor(rows)
-        temperature = _tensor(state.temperature[slots])[:, None]
+        last = state.temperature_last[slots] != 0
+        temperature = _tensor(np.where(last, np.float32(1), state.temperature[slots]))[:, None]
         kept = mask_top_k_top_p_min_p(
             logits.index_select(0, index) / temperature,
             _tensor(state.top_k[slots].astype(np.int64)),

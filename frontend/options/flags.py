@@ -37,6 +37,7 @@ _SAMPLING_FLAGS = (
     "top_p",
     "top_k",
     "min_p",
+    "temperature_last",
     "seed",
     "stop",
     "stop_token_ids",

@@ -40,7 +40,6 @@ from sidestep.ipc.vllm.params import ParamsMeta, plain
 
 _DERIVE = 0x9E3779B97F4A7C15
 """Factor that derives the seeds of further completions."""
-_SWITCHES = ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output")
 
 
 class RequestOutputKind(enum.IntEnum):
@@ -139,6 +138,8 @@ class SamplingParams(
     """Sample from this many most probable tokens; 0 or -1 for all."""
     min_p: float = 0.0
     """Drop tokens less probable than this share of the most probable one; in [0, 1]."""
+    temperature_last: bool = False
+    """Filter by the probabilities without temperature; draw with it from the tokens that stay."""
     seed: int | None = None
     """Seed of the sampling: it gives the same tokens, whatever else is in the batch.
 
@@ -485,6 +486,7 @@ class SamplingParams(
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+_SWITCHES = [f.name for f in msgspec.structs.fields(SamplingParams) if f.type is bool]
 _PLAIN = (int, float, bool, str, type(None), RequestOutputKind)
 _NESTED: dict[str, Any] = {
     "structured_outputs": StructuredOutputsParams,

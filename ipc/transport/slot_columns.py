@@ -46,6 +46,7 @@ SLOT_COLUMNS = (
     SlotColumn("min_p", np.float32, 0, lambda p: p.min_p, on_device=True),
     SlotColumn("top_k", np.int32, 0, lambda p: max(0, p.top_k), on_device=True),
     SlotColumn("seed", np.int64, 0, lambda p: p.seed or 0, on_device=True),
+    SlotColumn("temperature_last", np.int32, 0, lambda p: p.temperature_last, on_device=True),
     # Prompt plus the most outputs: no token at or behind this position is computed.
     SlotColumn("max_total", np.int32, on_device=True),
     # Most drafts of a step; 0 for beams, whose tokens a search chooses.

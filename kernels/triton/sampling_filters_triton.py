@@ -201,6 +201,7 @@ def filter_and_race(
     mass,
     best,
     scale,
+    race_scale,
     first_key,
     second_key,
     GATHERED: tl.constexpr,
@@ -210,7 +211,8 @@ def filter_and_race(
     """Draw a token among those that the filters keep of `count` logits.
 
     The filters keep no token outside of these. low, high: keys between which the logits lie (high
-    is above all). mass: the weight of the whole row.
+    is above all). mass: the weight of the whole row. The filters take weights by `scale`, and the
+    draw takes them by `race_scale`.
     """
     room = tl.full((), INFINITY, tl.float32)
     if k > 0:
@@ -236,7 +238,7 @@ def filter_and_race(
         room,
         minimum,
         best,
-        scale,
+        race_scale,
         first_key,
         second_key,
         GATHERED,
@@ -246,7 +248,19 @@ def filter_and_race(
 
 @triton.jit
 def filter_few(
-    values, ids, count, k, p, minimum, mass, best, scale, first_key, second_key, FEW: tl.constexpr
+    values,
+    ids,
+    count,
+    k,
+    p,
+    minimum,
+    mass,
+    best,
+    scale,
+    race_scale,
+    first_key,
+    second_key,
+    FEW: tl.constexpr,
 ):
     """Do the same as filter_and_race for no more than FEW logits, all at once."""
     place = tl.arange(0, FEW)
@@ -260,6 +274,6 @@ def filter_few(
     kept = kept & (x >= minimum)
     if p < 1:
         kept = kept & (mass_before < tl.maximum(p * mass, _SOME))
-    time = exponential(first_key, second_key, token) * tl.exp2((best - x) * scale)
+    time = exponential(first_key, second_key, token) * tl.exp2((best - x) * race_scale)
     time = tl.where(kept, time, INFINITY)
     return tl.min(tl.where(kept & (time == tl.min(time, 0)), token, NONE), 0)

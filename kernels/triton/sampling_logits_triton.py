@@ -49,18 +49,20 @@ def from_key(key, LOW_BITS: tl.constexpr):
 
 @triton.jit
 def parameters_of(row, slots, parameters, WORDS: tl.constexpr, PLACES: tl.constexpr):
-    """Return the sampling parameters of a row's request, and its seed.
+    """Return the temperature of a row's draw and of its filters, top_k, top_p, min_p and the seed.
 
-    PLACES: the indices of temperature, top_k, top_p, min_p and seed, whose low word comes first.
+    PLACES: the indices of SamplingWords, in its order.
     """
     own = parameters + tl.load(slots + row).to(tl.int64) * WORDS
-    low = tl.load(own + PLACES[4]).to(tl.int64) & 0xFFFFFFFF
+    t = tl.load(own + PLACES[0]).to(tl.float32, bitcast=True)
+    low = tl.load(own + PLACES[5]).to(tl.int64) & 0xFFFFFFFF
     return (
-        tl.load(own + PLACES[0]).to(tl.float32, bitcast=True),
+        t,
+        tl.where(tl.load(own + PLACES[4]) != 0, 1.0, t),
         tl.load(own + PLACES[1]),
         tl.load(own + PLACES[2]).to(tl.float32, bitcast=True),
         tl.load(own + PLACES[3]).to(tl.float32, bitcast=True),
-        (tl.load(own + PLACES[4] + 1).to(tl.int64) << 32) | low,
+        (tl.load(own + PLACES[5] + 1).to(tl.int64) << 32) | low,
     )
 
 

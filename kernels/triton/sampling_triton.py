@@ -83,6 +83,7 @@ class SamplingWords(NamedTuple):
     top_k: int
     top_p: int
     min_p: int
+    temperature_last: int
     seed: int
     """Index of the low word; the high word follows."""
 
@@ -124,11 +125,12 @@ def sample_tokens(
     logits [R, V] of any float type, each row contiguous. header int32: the number of rows that
     count, and the row of the output. int32 [R]: slots; seq_lens, the positions of the noise;
     samples, 0 where a row samples nothing. parameters int32 [S, W]: by slot, the bits of
-    temperature (0: greedy), top_p and min_p (float32), top_k (0: all) and seed (int64), at the
-    indices `words`. scratch int32 [scratch_size(R, V)] or more, of any content before and after.
-    out: int32 [R] for the tokens alone; or tables, if the slots advance at once: then tokens go to
-    last_sampled[slot] and out_ids[header[1], row], and seq_lens to num_computed[slot]. `pdl`:
-    launch both kernels with programmatic dependent launch.
+    temperature (0: greedy), top_p and min_p (float32), top_k (0: all), temperature_last (not 0: the
+    filters see temperature 1) and seed (int64), at the indices `words`. scratch int32
+    [scratch_size(R, V)] or more, of any content before and after. out: int32 [R] for the tokens
+    alone; or tables, if the slots advance at once: then tokens go to last_sampled[slot] and
+    out_ids[header[1], row], and seq_lens to num_computed[slot]. `pdl`: launch both kernels with
+    programmatic dependent launch.
 
     Raises ValueError if scratch is too small and KeyError if logits are of another type.
     """
@@ -195,7 +197,7 @@ def _score_tiles(
         return
     if tl.load(samples + row) == 0:
         return
-    t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
+    t, filter_t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
@@ -203,10 +205,11 @@ def _score_tiles(
     score = tl.max(x, 0)
     if t > 0:
         best = finite(score)
-        scale = LOG2_E / t
         if is_filtered(t, k, p, m, vocab):
-            second = tl.sum(weight_of(x, best, scale), 0).to(tl.int32, bitcast=True)
+            weights = weight_of(x, best, LOG2_E / filter_t)
+            second = tl.sum(weights, 0).to(tl.int32, bitcast=True)
         else:
+            scale = LOG2_E / t
             first_key, second_key = noise_keys(seed, tl.load(seq_lens + row))
             time = exponential(first_key, second_key, ids) * tl.exp2((best - x) * scale)
             time = tl.where(inside, time, INFINITY)
@@ -259,7 +262,7 @@ def _choose_tokens(
     if tl.load(samples + row) == 0:
         return
     # 1. Load the row's parameters and the first kernel's results.
-    t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
+    t, filter_t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
@@ -272,9 +275,10 @@ def _choose_tokens(
         # 2. For a row with a filter, find a floor below which no token stays, if one is known.
         k = tl.where(k < vocab, k, 0)
         best = finite(top)
-        scale = LOG2_E / t
+        scale = LOG2_E / filter_t
+        race_scale = LOG2_E / t
         mass = tl.sum(second.to(tl.float32, bitcast=True) * weight_of(score, best, scale), 0)
-        minimum = tl.where(m > 0, best + tl.minimum(tl.log(m) * t, 0.0), -INFINITY)
+        minimum = tl.where(m > 0, best + tl.minimum(tl.log(m) * filter_t, 0.0), -INFINITY)
         floor = tl.full((), -INFINITY, tl.float32)
         if k > 0:
             if k <= tiles:
@@ -316,7 +320,19 @@ def _choose_tokens(
         high = to_key(best, LOW_BITS) + 1
         if number <= FEW:
             token = filter_few(
-                values, ids, number, k, p, minimum, mass, best, scale, first_key, second_key, FEW
+                values,
+                ids,
+                number,
+                k,
+                p,
+                minimum,
+                mass,
+                best,
+                scale,
+                race_scale,
+                first_key,
+                second_key,
+                FEW,
             )
         elif number <= CAPACITY:
             token = filter_and_race(
@@ -331,6 +347,7 @@ def _choose_tokens(
                 mass,
                 best,
                 scale,
+                race_scale,
                 first_key,
                 second_key,
                 True,
@@ -350,6 +367,7 @@ def _choose_tokens(
                 mass,
                 best,
                 scale,
+                race_scale,
                 first_key,
                 second_key,
                 False,

@@ -188,6 +188,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (0, -1),
     "min_p": (0,),
+    "temperature_last": (False,),
     "min_tokens": (0,),
     "seed": (),
     "stop": (),

@@ -153,6 +153,7 @@ class ResponsesRequest(ClientFields, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
+    temperature_last: bool | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
     text: TextConfig | None = None

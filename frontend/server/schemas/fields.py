@@ -180,6 +180,8 @@ class SamplingFields(ClientFields, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    temperature_last: bool | None = None
+    """Apply top_k, top_p and min_p to the distribution without temperature."""
     # The fields from here on have the names and meanings of vLLM.
     top_k: TopK | None = None
     min_p: MinP | None = None
@@ -221,6 +223,7 @@ _ENGINE_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "temperature_last",
     "min_tokens",
     "seed",
     "stop",

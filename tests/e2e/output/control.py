@@ -64,7 +64,8 @@ def _probabilities(
 ) -> dict[int, float]:
     assert params.allowed_token_ids
     logits = model(torch.tensor([prompt + output])).logits[0, -1].float()
-    probs = (controlled(logits, prompt, output, params) / params.temperature).softmax(-1)
+    logits = controlled(logits, prompt, output, params)
+    probs = (logits if params.temperature_last else logits / params.temperature).softmax(-1)
     order = probs.argsort(descending=True)
     if params.top_k:
         probs[order[params.top_k :]] = 0
@@ -75,5 +76,8 @@ def _probabilities(
         probs /= probs.sum()
     if params.min_p:
         probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
+        probs /= probs.sum()
+    if params.temperature_last:
+        probs = probs ** (1 / params.temperature)
         probs /= probs.sum()
     return {token: float(probs[token]) for token in params.allowed_token_ids}

@@ -127,6 +127,7 @@ def bundled() -> PreTrainedModel:
         {"logit_bias": {40: 0.7, 41: -0.4}, "presence_penalty": 0.5},
         {"logit_bias": {40: 0.7, 41: -0.4}, "top_k": 2},
         {"logit_bias": {40: 0.7, 41: -0.4}, "top_p": 0.6},
+        {"logit_bias": {40: 0.7, 41: -0.4}, "min_p": 0.4, "temperature_last": True},
     ],
     ids=str,
 )

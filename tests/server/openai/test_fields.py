@@ -90,6 +90,7 @@ def test_its_neutral_values_are_taken(path: str, name: str, fake: LiveServer) ->
         ({"cache_salt": ""}, "cache_salt"),
         ({"top_k": -2}, "top_k"),
         ({"min_p": 2}, "min_p"),
+        ({"temperature_last": 1}, "temperature_last"),
     ],
     ids=str,
 )

@@ -117,6 +117,17 @@ async def test_fields_that_a_request_leaves_open_are_the_model_s(fake_model: str
         assert last() == {"temperature": 1, "top_k": 0, "repetition_penalty": 1, "max_tokens": 16}
 
 
+async def test_temperature_last_reaches_the_engine_from_every_route(fake_model: str) -> None:
+    async with scripted_server(fake_model) as (engine, client):
+        for value in (True, False):
+            body: dict[str, Any] = {"model": "scripted", "extra_body": {"temperature_last": value}}
+            await client.chat.completions.create(messages=CHAT, **body)
+            await client.completions.create(prompt="hi", **body)
+            await client.responses.create(input="hi", **body)
+            asked = [message.sampling for message in engine.channel.added[-3:]]
+            assert [sampling.temperature_last for sampling in asked] == [value] * 3
+
+
 async def test_a_request_with_tools_uses_the_template_for_them(
     fake_model: str, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def test_beam_search_finds_the_most_probable(tiny: LiveServer) -> None:
         ({"use_beam_search": True, "logprobs": 0}, "logprobs"),
         ({"use_beam_search": True, "stop": "x"}, "stop"),
         ({"use_beam_search": True, "best_of": 4}, "best_of"),
+        ({"use_beam_search": True, "temperature_last": True}, "temperature_last"),
         ({"length_penalty": 1.0}, "length_penalty"),
         ({"early_stopping": True}, "early_stopping"),
         ({"use_beam_search": True, "early_stopping": "x"}, "early_stopping"),

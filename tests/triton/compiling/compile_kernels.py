@@ -61,7 +61,7 @@ PROCESSORS = 132
 ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
 QUERIES = 5
 """Query tokens of a decode row that verifies drafts."""
-WORDS = 8
+WORDS = 9
 """Words of a slot's parameters."""
 SKINNY_ROWS = (1, 8, 16)
 STREAMED_ROWS = (64,)
@@ -143,13 +143,13 @@ def launch_common(model: Model, page: int, window: int) -> None:
             seq_lens=i32(ROWS),
             samples=i32(ROWS),
             parameters=i32(SLOTS, WORDS),
-            words=sampling_triton.SamplingWords(0, 3, 1, 2, 4),
+            words=sampling_triton.SamplingWords(0, 3, 1, 2, 6, 4),
             scratch=i32(sampling_triton.scratch_size(ROWS, 151_936)),
             out=out,
             pdl=launch.has_pdl(torch.device("meta")),
         )
     tables = prepare_step_triton.SlotTables(
-        i32(SLOTS, 600), i32(SLOTS, WORDS), progress, i32(SLOTS, 40_960), max_total=6
+        i32(SLOTS, 600), i32(SLOTS, WORDS), progress, i32(SLOTS, 40_960), max_total=7
     )
     for queries in (1, QUERIES):
         inputs = prepare_step_triton.StepInputs(
@@ -172,8 +172,8 @@ def launch_speculation(limit: int) -> None:
         drafts=progress[:, 3:],
         num_drafts=progress[:, 2],
         tokens=i32(SLOTS, 40_960),
-        draft_limit=parameters[:, 7],
-        max_total=parameters[:, 6],
+        draft_limit=parameters[:, 8],
+        max_total=parameters[:, 7],
     )
     accept_triton.accept(
         i32(ROWS * width),

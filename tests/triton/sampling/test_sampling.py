@@ -22,7 +22,10 @@ from sidestep.kernels.triton.sampling_triton import (
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILE, CAPACITY = sampling_triton._TILE, sampling_triton._CAPACITY
 POISON = -77
-WORDS, WIDTH = SamplingWords(temperature=2, top_k=0, top_p=4, min_p=8, seed=5), 9
+WORDS, WIDTH = (
+    SamplingWords(temperature=2, top_k=0, top_p=4, min_p=8, temperature_last=7, seed=5),
+    9,
+)
 """Places of the parameters in a slot's words, and how many words it has."""
 # A filtered row takes the interpreter a third of a second.
 MANY = 20 if DEVICE == "cuda" else 1
@@ -39,6 +42,7 @@ class Rows:
     top_k: list[int] = field(default_factory=list)
     top_p: list[float] = field(default_factory=list)
     min_p: list[float] = field(default_factory=list)
+    temperature_last: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -52,6 +56,7 @@ class Rows:
         self.top_k = self.top_k or [0] * rows
         self.top_p = self.top_p or [1.0] * rows
         self.min_p = self.min_p or [0.0] * rows
+        self.temperature_last = self.temperature_last or [0] * rows
         self.seeds = self.seeds or [(i * 0x9E3779B97F4A7C15 + 5) % 2**63 for i in range(rows)]
         self.positions = self.positions or [3 * i for i in range(rows)]
         self.samples = self.samples or [1] * rows
@@ -59,7 +64,8 @@ class Rows:
     def expected(self) -> list[int]:
         """Return the reference's tokens of all rows."""
         t = torch.tensor(self.temperature)
-        divisor = torch.where(t == 0, 1.0, t)[:, None]
+        last = torch.tensor(self.temperature_last) != 0
+        divisor = torch.where((t == 0) | last, 1.0, t)[:, None]
         logits = self.logits.cpu().float()
         kept = mask_top_k_top_p_min_p(
             logits / divisor,
@@ -88,6 +94,7 @@ class Rows:
             ("top_k", self.top_k, torch.int32),
             ("top_p", self.top_p, torch.float32),
             ("min_p", self.min_p, torch.float32),
+            ("temperature_last", self.temperature_last, torch.int32),
             ("seed", self.seeds, torch.int64),
         ):
             words = torch.tensor(values, dtype=dtype).view(torch.int32)
@@ -264,6 +271,45 @@ def test_rows_of_which_too_many_tokens_may_stay_to_gather_them() -> None:
             top_k=[0, 9000, 0],
             top_p=[0.95, 0.9, 1.0],
             min_p=[0.0, 0.0, 0.8],
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "spread"),
+    [(3000, 3.0), (10_000, 1.0), (CAPACITY + 3000, 0.05)],
+    ids=["steep", "usual", "flat"],
+)
+def test_temperature_last(vocab: int, spread: float) -> None:
+    """Give each row's filters and temperature to two rows, the second with temperature_last.
+
+    Few tokens of a steep row may stay, more of a usual one are gathered, and a flat one is searched
+    as a whole; so is any row whose top_k is larger than the number of tiles.
+    """
+    temperature, top_k, top_p, min_p = (
+        [value for value in column for _ in range(2)] * MANY
+        for column in zip(
+            (2.0, 20, 1.0, 0.0),
+            (2.0, 0, 0.5, 0.0),
+            (2.0, 900, 0.5, 0.0),
+            (0.4, 0, 0.9, 0.0),
+            (2.0, 0, 1.0, 0.02),
+            (0.4, 800, 1.0, 0.02),
+            (0.01, 40, 0.9, 0.02),
+            (1.7, 0, 1.0, 0.0),
+            (0.0, 3, 0.5, 0.5),
+            strict=True,
+        )
+    )
+    rows = len(temperature)
+    check(
+        Rows(
+            random_logits(rows, vocab, spread=spread),
+            temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            temperature_last=[0, 1] * (rows // 2),
         )
     )
 

@@ -26,6 +26,7 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    temperature_last: bool = False
     seed: int = 0
     min_tokens: int = 0
     stop_ids: Sequence[int] = ()
@@ -65,8 +66,9 @@ def make_step(
             "num_stop_ids": len(r.stop_ids),
             "num_control_bytes": len(asked),
         }
-        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "min_tokens"):
+        for name in ("temperature", "top_p", "min_p", "temperature_last", "top_k", "seed"):
             values[name] = getattr(r, name)
+        values["min_tokens"] = r.min_tokens
         for name, value in values.items():
             record[name] = value
     return StepInput(

@@ -35,6 +35,7 @@ from sidestep.ipc.transport.messages import AddRequest, decode_to_core, encode
         ("top_k", -2),
         ("top_k", 1.5),
         ("min_p", 1.1),
+        ("temperature_last", 1),
         ("seed", -2),
         ("seed", 2**63),
         ("max_tokens", 0),

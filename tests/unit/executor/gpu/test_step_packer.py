@@ -57,6 +57,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
             top_k=rng.randrange(9),
             top_p=rng.random(),
             min_p=rng.random(),
+            temperature_last=rng.random() < 0.5,
             seed=rng.randrange(-(2**63), 2**63),
         )
         for _ in range(7)
@@ -100,6 +101,7 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         at = device_word("seed")
         assert own[at : at + 2].view(np.int64)[0] == request.seed
         assert own[device_word("top_k")] == request.top_k
+        assert own[device_word("temperature_last")] == request.temperature_last
         assert own[device_word("max_total")] == len(request.prompt) + request.max_tokens
         for name in ("temperature", "top_p", "min_p"):
             found = own[device_word(name)].view(np.float32)

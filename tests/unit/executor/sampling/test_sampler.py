@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +65,25 @@ def test_tokens_stay_within_the_filters() -> None:
         for seed in range(100)
     }
     assert got == best
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 3}, {"top_p": 0.85}, {"min_p": 0.1}],
+    ids=lambda filters: next(iter(filters)),
+)
+def test_temperature_last_filters_without_temperature(filters: dict[str, Any]) -> None:
+    """Draw as if the filters' logits alone were there; the temperature is high, then low."""
+    # The first three of these weigh 0.6, 0.23 and 0.1, and the others 0.02 or less.
+    logits = torch.full((1, VOCAB), -30.0)
+    logits[0, :6] = torch.tensor([0.6, 0.23, 0.1, 0.02, 0.02, 0.02]).log()
+    left = logits.clone()
+    left[0, 3:] = -torch.inf
+    for temperature in (2.0, 0.5):
+        for seed in range(60):
+            plain = Request([1], 1, temperature, seed=seed)
+            last = replace(plain, temperature_last=True, **filters)
+            assert sampled([last], logits) == sampled([plain], left)
 
 
 def test_seeds_and_positions_both_matter() -> None:
