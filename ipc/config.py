@@ -26,21 +26,13 @@ from sidestep.ipc.model.model_spec import ModelSpec
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
     """Raise ValidationError if a model cannot be divided among `size` ranks."""
-    for name, value in (
-        ("attention heads", spec.num_heads),
-        ("intermediate size", spec.intermediate_size),
-    ):
+    for one in spec.divided:
+        states = "neither divides nor is divided by" if one.may_repeat else "does not divide"
         require(
-            value % size == 0,
+            one.fits(size),
             "tensor_parallel_size",
-            f"{size} does not divide the model's {value} {name}",
+            f"{size} {states} the model's {one.count} {one.name}",
         )
-    kv = spec.num_kv_heads
-    require(
-        kv % size == 0 or size % kv == 0,
-        "tensor_parallel_size",
-        f"{size} neither divides nor is divided by the model's {kv} KV heads",
-    )
 
 
 @dataclass(frozen=True)

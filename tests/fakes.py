@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.model.model_spec import ModelSpec, RopeSpec
+from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.params.sampling_params import SamplingParams
@@ -35,28 +36,37 @@ from sidestep.ipc.transport.messages import (
 from sidestep.ipc.transport.step import Columns, LogprobColumns, StepInput, StepMasks, StepOutput
 
 VOCAB_SIZE = 50
+LAYER = LayerSpec(
+    mixer=AttentionSpec(num_heads=1, num_kv_heads=1, head_dim=8, rope=RopeSpec(theta=10000.0)),
+    mlp=MlpSpec(width=8),
+)
 SPEC = ModelSpec(
     path="",
     architecture="LlamaForCausalLM",
     dtype="float32",
     vocab_size=VOCAB_SIZE,
     hidden_size=8,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
+    layers=(LAYER,),
     max_position_embeddings=4096,
-    rms_norm_eps=1e-6,
-    rope=RopeSpec(theta=10000.0),
+    norm_eps=1e-6,
     tie_word_embeddings=True,
-    attention_bias=False,
-    attention_output_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    windows=(0,),
-    eos_token_ids=(),
 )
+
+
+def make_spec(
+    num_layers: int = 1,
+    mixer: Mapping[str, Any] | None = None,
+    mlp: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> ModelSpec:
+    """Return SPEC with some fields changed: of the model, and of each layer's two parts."""
+    layer = msgspec.structs.replace(
+        LAYER,
+        mixer=msgspec.structs.replace(LAYER.mixer, **mixer or {}),
+        mlp=msgspec.structs.replace(LAYER.mlp, **mlp or {}),
+    )
+    return msgspec.structs.replace(SPEC, layers=(layer,) * num_layers, **changes)
+
 
 _made: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 

@@ -15,13 +15,13 @@ FEWEST_TESTS = 3
 """Tests that a process should have before it: it starts one when it knows the next."""
 
 
-class FileSchedule(LoadFileScheduling):
+class FileSchedule(LoadFileScheduling):  # type: ignore[misc] # its library has no types
     """Gives whole files to test processes, and the rest of a dead process's files to the others."""
 
     def remove_node(self, node: WorkerController) -> str | None:
         """Take a process off the schedule; return the test that it died in, None if it had ended.
 
-        The test has failed, so nothing runs it again. What came behind it goes to other processes.
+        The test has failed, so nothing runs it again. Other processes take the tests behind it.
         """
         left = [
             (file, test)
@@ -35,7 +35,8 @@ class FileSchedule(LoadFileScheduling):
             self.workqueue.setdefault(file, {})[test] = False
         for other in self.assigned_work:
             self._reschedule(other)
-        return left[0][1]
+        crashed: str = left[0][1]
+        return crashed
 
     def _reschedule(self, node: WorkerController) -> None:
         """Give a process files until it has enough tests, or tell it that there are no more."""

@@ -219,17 +219,14 @@ def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, 
 
     It is the weights, or every row's keys and values.
     """
-    hidden, q, kv = (
-        spec.hidden_size,
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-    )
+    hidden, mixer, mlp = spec.hidden_size, spec.layers[0].mixer, spec.layers[0].mlp
+    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     layer = {
         "qkv": hidden * (q + 2 * kv),
         "attention": 2 * kv * context * rows,
         "o": q * hidden,
-        "gate_up": 2 * hidden * spec.intermediate_size,
-        "down": hidden * spec.intermediate_size,
+        "gate_up": 2 * hidden * mlp.width,
+        "down": hidden * mlp.width,
     }
     numbers = {part: spec.num_layers * size for part, size in layer.items()} | {
         "lm_head": spec.vocab_size * hidden

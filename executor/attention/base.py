@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.transfer import to_device
-from sidestep.ipc.model.dense_size import kv_per_token
+from sidestep.ipc.model.layer_spec import kv_per_token
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.ops.block_copy import copy_blocks
 

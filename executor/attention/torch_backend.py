@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.executor.layers.rotary import FullRotaryTable
+from sidestep.executor.attention.rotary import FullRotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.transport.step import Int32, Int64
 from sidestep.kernels.ops.kv_write import write_kv

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from sidestep.ipc.config_sections import StepLimits
-from sidestep.ipc.model.dense_size import layer_size
+from sidestep.ipc.model.model_size import layers_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.launch_order import checked_order
@@ -124,7 +124,7 @@ def worthwhile_tokens(spec: ModelSpec) -> int:
     launch the step's kernels one by one.
     """
     launches_s = spec.num_layers * _LAUNCH_LAYER_S
-    return int(2 * launches_s * _FLOPS / (2 * spec.num_layers * layer_size(spec).matrices))
+    return int(2 * launches_s * _FLOPS / (2 * layers_size(spec).active))
 
 
 def eager_sizes(

@@ -1,4 +1,4 @@
-"""The dense decoder that the Llama family shares; ModelSpec says how its members differ.
+"""The decoder that all families share; ModelSpec says what its layers are.
 
 Weights are pulled by their checkpoint names while the layers are built, each rank its own part
 (Megatron's layout: attention by heads, the MLP by its inner width, two all-reduces a layer). In a
@@ -13,30 +13,32 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
-from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
+from sidestep.executor.layers.attention import Attention
+from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
-def rows_of_heads(heads: range, head_dim: int) -> range:
-    """Return the rows of a projection that belong to these heads."""
-    return range(heads.start * head_dim, heads.stop * head_dim)
-
-
 def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
-    """Return the sizes of one rank's part of the model's attention."""
+    """Return the sizes of one rank's part of the model's attention, alike in all layers."""
+    mixers = [layer.mixer for layer in layers_of(spec, stage)]
     return AttentionShape(
-        num_layers=len(stage.layers),
-        num_heads=len(parallel.share(spec.num_heads)),
-        num_kv_heads=len(parallel.kv_heads(spec.num_kv_heads)),
-        head_dim=spec.head_dim,
-        windows=spec.windows[stage.layers.start : stage.layers.stop],
+        num_layers=len(mixers),
+        num_heads=len(parallel.share(mixers[0].num_heads)),
+        num_kv_heads=len(parallel.kv_heads(mixers[0].num_kv_heads)),
+        head_dim=mixers[0].head_dim,
+        windows=tuple(mixer.window for mixer in mixers),
     )
+
+
+def layers_of(spec: ModelSpec, stage: Stage) -> tuple[LayerSpec, ...]:
+    """Return the specifications of a stage's layers."""
+    return spec.layers[stage.layers.start : stage.layers.stop]
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
@@ -49,99 +51,9 @@ def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
     return names
 
 
-class Attention:
-    """Self-attention of one layer. following: the norm after it."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel
-    ) -> None:
-        self._following = following
-        heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
-        q_rows, kv_rows = (
-            rows_of_heads(heads, spec.head_dim),
-            rows_of_heads(kv_heads, spec.head_dim),
-        )
-        total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._qkv = column_parallel(
-            weights,
-            [
-                (f"{name}.q_proj", total_q, q_rows),
-                (f"{name}.k_proj", total_kv, kv_rows),
-                (f"{name}.v_proj", total_kv, kv_rows),
-            ],
-            spec.hidden_size,
-            bias=spec.attention_bias,
-        )
-        self._width = len(q_rows)
-        self._out = RowParallelLinear(
-            weights,
-            f"{name}.o_proj",
-            spec.hidden_size,
-            total_q,
-            q_rows,
-            parallel,
-            SumBuffer.ATTENTION,
-            bias=spec.attention_output_bias,
-        )
-        self._head_norms = (
-            (
-                weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
-                weights.get(f"{name}.k_norm.weight", (spec.head_dim,)),
-            )
-            if spec.qk_norm
-            else None
-        )
-
-    def warm_up(self, stream: Stream) -> Stream:
-        """Run the products alone."""
-        return self._add(stream, self._qkv(stream)[:, : self._width].contiguous())
-
-    def __call__(
-        self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
-    ) -> Stream:
-        """Return the stream with attention added. rows: see Layer."""
-        attended = attention.attend(layer, self._qkv(stream), self._head_norms)
-        if rows is not None:
-            stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
-        return self._add(stream, attended)
-
-    def _add(self, stream: Stream, attended: Tensor) -> Stream:
-        return self._out.add_to(stream.hidden, attended, self._following)
-
-
-class Mlp:
-    """The gated MLP of one layer. following: the norm after it."""
-
-    def __init__(
-        self, spec: ModelSpec, weights: Weights, name: str, following: RmsNorm, parallel: Parallel
-    ) -> None:
-        self._following = following
-        width, part = spec.intermediate_size, parallel.share(spec.intermediate_size)
-        self._gate_up = column_parallel(
-            weights,
-            [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)],
-            spec.hidden_size,
-            bias=spec.mlp_bias,
-        )
-        self._down = RowParallelLinear(
-            weights,
-            f"{name}.down_proj",
-            spec.hidden_size,
-            width,
-            part,
-            parallel,
-            SumBuffer.MLP,
-            bias=spec.mlp_bias,
-        )
-
-    def __call__(self, stream: Stream) -> Stream:
-        """Return the stream with the MLP added."""
-        return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
-
-
 def hidden_norm(spec: ModelSpec, weights: Weights, name: str) -> RmsNorm:
     """Return a norm of the residual stream."""
-    return RmsNorm(weights.get(f"{name}.weight", (spec.hidden_size,)), spec.rms_norm_eps)
+    return RmsNorm(weights.get(f"{name}.weight", (spec.hidden_size,)), spec.norm_eps)
 
 
 class Layer:
@@ -165,9 +77,12 @@ class Layer:
     ) -> None:
         name = f"model.layers.{index}"
         self._local_index = local_index
+        layer, width = spec.layers[index], spec.hidden_size
         between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
-        self._attention = Attention(spec, weights, f"{name}.self_attn", between, parallel)
-        self._mlp = Mlp(spec, weights, f"{name}.mlp", following, parallel)
+        self._attention = Attention(
+            layer.mixer, width, weights, f"{name}.self_attn", between, parallel
+        )
+        self._mlp = Mlp(layer.mlp, width, weights, f"{name}.mlp", following, parallel)
 
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
@@ -209,7 +124,7 @@ class DecoderForCausalLM:
             *norms[1:],
             hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
         ]
-        self._windows = spec.windows[stage.layers.start : stage.layers.stop]
+        self._windows = tuple(layer.mixer.window for layer in layers_of(spec, stage))
         self._layers = [
             Layer(spec, weights, index, local_index, following[local_index], parallel)
             for local_index, index in enumerate(stage.layers)

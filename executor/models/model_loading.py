@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from sidestep.executor.attention.base import AttentionBackend
-from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.layers.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -133,5 +133,5 @@ def tie_as_found(
 
 def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
     """Return cos and sin of every position that a request may reach."""
-    spec = args.spec
-    return RotaryTable(spec.rope, spec.head_dim, args.max_model_len, device)
+    mixer = args.spec.layers[0].mixer
+    return RotaryTable(mixer.rope, mixer.head_dim, args.max_model_len, device)

@@ -22,8 +22,8 @@ from sidestep.ipc.model.cache_sizes import (
     GPU_BLOCK_SIZE,
     GPU_MARGIN_BYTES,
 )
-from sidestep.ipc.model.dense_size import layer_size, num_parameters, table_size
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
+from sidestep.ipc.model.model_size import layers_size, num_parameters, table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -145,12 +145,13 @@ class Shard:
     """One rank's part of the model, in counts of numbers, not bytes."""
 
     def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
-        first, last, num_layers = stage.is_first, stage.is_last, len(stage.layers)
-        layer = layer_size(spec, tp)
-        self.weights = num_parameters(spec, tp, num_layers, first=first, last=last)
-        self.read = num_layers * layer.parameters + last * (spec.hidden_size + table_size(spec, tp))
+        first, last = stage.is_first, stage.is_last
+        layers = spec.layers[stage.layers.start : stage.layers.stop]
+        size = layers_size(spec, tp, layers)
+        self.weights = num_parameters(spec, tp, layers, first=first, last=last)
+        self.read = size.active + size.vectors + last * (spec.hidden_size + table_size(spec, tp))
         """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
-        self.kv_per_token = num_layers * layer.kv_per_token
+        self.kv_per_token = size.kv_per_token
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:
@@ -168,9 +169,7 @@ def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
     """
     limits = SchedulerConfig().limits("cuda")
     step = (
-        limits.max_num_batched_tokens
-        * (3 * spec.intermediate_size // tp + 4 * spec.hidden_size)
-        * item
+        limits.max_num_batched_tokens * (layers_size(spec, tp).widest + 4 * spec.hidden_size) * item
     )
     step += limits.max_num_seqs * spec.vocab_size * item
     return 2 * step + GPU_MARGIN_BYTES

@@ -7,23 +7,34 @@ architecture is supported, and does not import torch. A new entry is one file an
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
-MODELS: dict[str, str] = {
-    "LlamaForCausalLM": "sidestep.executor.models.llama:LlamaForCausalLM",
-    "MistralForCausalLM": "sidestep.executor.models.mistral:MistralForCausalLM",
-    "Qwen2ForCausalLM": "sidestep.executor.models.qwen2:Qwen2ForCausalLM",
-    "Qwen3ForCausalLM": "sidestep.executor.models.qwen3:Qwen3ForCausalLM",
-}
-"""Hugging Face architecture name -> model class."""
 
-MODEL_SPECS: dict[str, str] = {
-    "LlamaForCausalLM": "sidestep.ipc.model.model_families:llama",
-    "MistralForCausalLM": "sidestep.ipc.model.model_families:mistral",
-    "Qwen2ForCausalLM": "sidestep.ipc.model.model_families:qwen2",
-    "Qwen3ForCausalLM": "sidestep.ipc.model.model_families:qwen3",
+class Family(NamedTuple):
+    """Names the two parts that load the models of one architecture."""
+
+    spec: str
+    """Function that reads config.json, without torch."""
+    model: str
+    """Model class, which workers build."""
+
+
+def _family(name: str, model: str = "decoder:DecoderForCausalLM") -> Family:
+    """Return the family that ipc/model/families/<name>.py reads.
+
+    model: "file:class" in executor/models; the decoder that builds whatever the spec says, unless
+    the family's checkpoints name or lay out their weights in another way.
+    """
+    return Family(f"sidestep.ipc.model.families.{name}:{name}", f"sidestep.executor.models.{model}")
+
+
+MODELS: dict[str, Family] = {
+    "LlamaForCausalLM": _family("llama"),
+    "MistralForCausalLM": _family("mistral"),
+    "Qwen2ForCausalLM": _family("qwen2"),
+    "Qwen3ForCausalLM": _family("qwen3"),
 }
-"""Hugging Face architecture name -> function that reads its config.json, without torch."""
+"""Hugging Face architecture name -> its family."""
 
 _OUTSIDE_MODELS, _OUTSIDE_SPECS = "sidestep.models", "sidestep.model_specs"
 """Entry points by which installed packages add to the two registries above, in every process."""
@@ -87,7 +98,8 @@ def model_class(architecture: str) -> str | None:
 
     The class is from this project or an installed package.
     """
-    return MODELS.get(architecture) or _outside(_OUTSIDE_MODELS).get(architecture)
+    family = MODELS.get(architecture)
+    return family.model if family else _outside(_OUTSIDE_MODELS).get(architecture)
 
 
 def model_spec_reader(architecture: str) -> str:
@@ -95,8 +107,9 @@ def model_spec_reader(architecture: str) -> str:
 
     It is Llama's reader by default.
     """
-    found = MODEL_SPECS.get(architecture) or _outside(_OUTSIDE_SPECS).get(architecture)
-    return found or MODEL_SPECS["LlamaForCausalLM"]
+    family = MODELS.get(architecture)
+    outside = None if family else _outside(_OUTSIDE_SPECS).get(architecture)
+    return outside or (family or MODELS["LlamaForCausalLM"]).spec
 
 
 def model_names() -> list[str]:

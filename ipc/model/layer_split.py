@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
-from sidestep.ipc.model.dense_size import layer_size, table_size
+from sidestep.ipc.model.layer_spec import LayerSpec
+from sidestep.ipc.model.model_size import table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 
 _ROWS, _CONTEXT = 64, 1024
 """Decodes of the step that is meant to take equally long in all stages; tokens before each."""
+_Split = tuple[int, int, tuple[int, ...]]
+"""Costs of the slowest of some stages, the sum of the squares of all, and each stage's layers."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,41 @@ def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """
     if num_stages == 1:
         return (spec.num_layers,)
-    head = _head_cost(spec) / _layer_cost(spec)
+    costs = [_layer_cost(spec, layer) for layer in spec.layers]
     before = num_stages - 1
-
-    def slowest(last: int) -> float:
-        return max(-(-(spec.num_layers - last) // before), last + head)
-
+    splits = _even_splits(costs, before)
     # With equal times the last stage gets more layers, since only the others send.
-    last = min(range(1, spec.num_layers - before + 1), key=lambda n: (slowest(n), -n))
-    rest = spec.num_layers - last
-    return (*(rest // before + (i < rest % before) for i in range(before)), last)
+    slowest, _, counts = min(
+        (max(splits[end][0], sum(costs[end:]) + table_size(spec)), end, splits[end][2])
+        for end in range(before, len(costs))
+    )
+    return (*counts, len(costs) - sum(counts))
+
+
+def _even_splits(costs: list[int], num_stages: int) -> dict[int, _Split]:
+    """Return the most even split of the first layers over the stages, by the number of layers.
+
+    With equal costs, earlier stages get more layers.
+    """
+    before = list(accumulate(costs, initial=0))
+    splits: dict[int, _Split] = {0: (0, 0, ())}
+    for stage in range(1, num_stages + 1):
+        splits = {
+            end: min(
+                (
+                    (
+                        max(slowest, before[end] - before[start]),
+                        squares + (before[end] - before[start]) ** 2,
+                        (*counts, end - start),
+                    )
+                    for start, (slowest, squares, counts) in splits.items()
+                    if start < end
+                ),
+                key=lambda split: (split[0], split[1], split[2][-1]),
+            )
+            for end in range(stage, len(costs) - (num_stages - stage))
+        }
+    return splits
 
 
 def stage_of(layers: tuple[int, ...], index: int) -> Stage:
@@ -60,12 +89,7 @@ def stage_of(layers: tuple[int, ...], index: int) -> Stage:
     return Stage(index, len(layers), range(first, first + layers[index]))
 
 
-def _layer_cost(spec: ModelSpec) -> float:
+def _layer_cost(spec: ModelSpec, layer: LayerSpec) -> int:
     """Return the values that a layer reads in such a step: its weights, keys and values."""
-    size = layer_size(spec)
+    size = layer.size(spec.hidden_size)
     return size.matrices + _ROWS * _CONTEXT * size.kv_per_token
-
-
-def _head_cost(spec: ModelSpec) -> float:
-    """Return the values that the output head reads in such a step."""
-    return table_size(spec)

@@ -18,25 +18,14 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.hf_config import HfConfig, read_json
-
-
-class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rotary embedding: base and scaling, with the names of config.json."""
-
-    theta: float
-    rope_type: str = "default"
-    scaling: dict[str, Any] = {}
-    """The type's values by their names in rope_parameters, such as factor or low_freq_factor.
-
-    All required ones are there.
-    """
+from sidestep.ipc.model.layer_spec import Divided, LayerSpec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A dense decoder-only transformer. Sizes are of the whole model, before tensor parallelism.
+    """A decoder-only transformer. Sizes are of the whole model, before tensor parallelism.
 
-    A family's reader (ipc/model/model_families.py) makes it; `load_model_spec` adds the tokens that
-    end an output.
+    A family's reader (ipc/model/families) makes it; `load_model_spec` adds the tokens that end an
+    output.
     """
 
     path: str
@@ -44,28 +33,26 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    """The layers' specifications, the first layer first."""
     max_position_embeddings: int
-    rms_norm_eps: float
-    rope: RopeSpec
+    norm_eps: float
+    """Added to the mean square in every norm."""
     tie_word_embeddings: bool
-    attention_bias: bool
-    """Bias on the q, k and v projections."""
-    attention_output_bias: bool
-    """Bias on the output projection of attention."""
-    mlp_bias: bool
-    qk_norm: bool
-    """RMSNorm over each head's q and k before the rotary embedding."""
-    windows: tuple[int, ...]
-    """Sliding window of each layer in tokens, the current one included; 0 for full attention."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
     extra: dict[str, Any] = {}
     """Further values for a family from another package, of types that JSON has."""
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        """Numbers that tensor-parallel ranks share out, each once."""
+        return tuple(dict.fromkeys(one for layer in self.layers for one in layer.divided))
 
 
 _FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")

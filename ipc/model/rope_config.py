@@ -10,7 +10,7 @@ from typing import Any
 
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.model.hf_config import HfConfig, is_number
-from sidestep.ipc.model.model_spec import RopeSpec
+from sidestep.ipc.model.layer_spec import RopeSpec
 
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

@@ -24,7 +24,7 @@ NAMES: dict[str, str] = {
     "ScoringOutput": NO_POOLING,
     "ScoringRequestOutput": NO_POOLING,
     "GuidedDecodingParams": _STRUCTURE,
-    "ModelRegistry": "a model family is a file in executor/models and a line in "
+    "ModelRegistry": "a model family is a file in ipc/model/families and a line in "
     "ipc/common/registry.py; see docs/architecture.md",
     "initialize_ray_cluster": "each rank is a process on this host and needs no cluster",
     "LoRARequest": NO_LORA,

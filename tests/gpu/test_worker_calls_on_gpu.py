@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from sidestep import LLM, SamplingParams
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
-from sidestep.ipc.model.dense_size import layer_size
+from sidestep.ipc.model.model_size import layers_size
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
 
@@ -34,7 +34,7 @@ def engine(path: str, ranks: int = 1, **options: Any) -> LLM:
 def num_blocks(path: str, ranks: int) -> int:
     """Return the blocks that take CACHE_BYTES on each rank, in float32."""
     spec = load_model_spec(path)
-    token_bytes = spec.num_layers * layer_size(spec, ranks).kv_per_token * 4
+    token_bytes = layers_size(spec, ranks).kv_per_token * 4
     return CACHE_BYTES // (token_bytes * GPU_BLOCK_SIZE)
 
 

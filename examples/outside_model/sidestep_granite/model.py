@@ -36,7 +36,7 @@ class ScaledWeights(Weights):
         self._factors = {
             "embed_tokens": spec.extra["embedding_multiplier"],
             # The decoder divides scores by the square root of a head's size.
-            "q_proj": spec.extra["attention_multiplier"] * spec.head_dim**0.5,
+            "q_proj": spec.extra["attention_multiplier"] / spec.layers[0].mixer.scale,
             "o_proj": residual,
             "down_proj": residual,
             "lm_head": 1 / spec.extra["logits_scaling"],

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sidestep.ipc.model.families.llama import llama
 from sidestep.ipc.model.hf_config import HfConfig
-from sidestep.ipc.model.model_families import llama
 from sidestep.ipc.model.model_spec import ModelSpec
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
@@ -44,7 +43,7 @@ from sidestep.kernels.sums.peer_memory_triton import (
 )
 from sidestep.kernels.sums.pushed_sum_triton import can_push
 from sidestep.kernels.sums.tuned_all_reduce import SUMS
-from tests.fakes import SPEC
+from tests.fakes import make_spec
 from tests.triton.support import (
     PoisonedAllocations,
     Values,
@@ -291,22 +290,17 @@ def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
 
     The last layer computes all tokens or some of them.
     """
-    spec = msgspec.structs.replace(
-        SPEC,
-        num_layers=2,
-        windows=(0, 0),
-        num_heads=4,
-        num_kv_heads=2,
+    spec = make_spec(
+        2,
+        {"num_heads": 4, "num_kv_heads": 2, "output_bias": True},
+        {"width": 20, "bias": True},
         vocab_size=37,
         hidden_size=24,
-        intermediate_size=20,
-        attention_output_bias=True,
-        mlp_bias=True,
     )
     parallel = Parallel()
     parallel.rank, parallel.size, parallel._peers = rank, ranks, peers
     model = DecoderForCausalLM(spec, DummyWeights(0, torch.float32, torch.device("cpu")), parallel)
-    attention: Any = Attention(spec.num_heads * spec.head_dim // ranks)
+    attention: Any = Attention(4 * spec.layers[0].mixer.head_dim // ranks)
     for tokens, rows in ((1, None), (7, torch.tensor([2, 6])), (1, None)):
         yield model.states(torch.arange(tokens) * 7 % 37, attention, rows)
 

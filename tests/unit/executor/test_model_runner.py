@@ -154,7 +154,7 @@ def test_bad_checkpoints_say_what_is_wrong(tmp_path: Path) -> None:
 def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> None:
     path = write_model("llama-gqa", tmp_path)
     spec = load_model_spec(path)
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    token_bytes = 4 * sum(2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in spec.layers)
 
     def blocks(**cache: Any) -> int:
         args = WorkerArgs(

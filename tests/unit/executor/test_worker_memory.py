@@ -92,7 +92,7 @@ def test_a_small_model_has_a_small_cache() -> None:
         max_model_len=2048,
     )
     limits = args.scheduler.limits("cpu")
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    token_bytes = 4 * sum(2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in spec.layers)
     blocks = cpu_kv_blocks(args, limits, token_bytes, 16)
     assert 16 * blocks >= max(2048, 32 * limits.max_num_seqs)
     assert 16 * blocks * token_bytes <= 256 << 20

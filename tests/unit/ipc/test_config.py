@@ -226,7 +226,8 @@ def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
 
 def test_windows_follow_the_family(tmp_path: Path) -> None:
     def windows(**changes: Any) -> tuple[int, ...]:
-        return EngineArgs(model=write(tmp_path, **changes)).create_engine_config().spec.windows
+        spec = EngineArgs(model=write(tmp_path, **changes)).create_engine_config().spec
+        return tuple(layer.mixer.window for layer in spec.layers)
 
     assert windows(architectures=["MistralForCausalLM"], sliding_window=8) == (8, 8)
     assert windows(architectures=["MistralForCausalLM"]) == (0, 0)

@@ -14,6 +14,7 @@ import pytest
 from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.model.layer_spec import RopeSpec
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -41,6 +42,12 @@ CARD = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def read(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> EngineConfig:
     (folder / "config.json").write_text(json.dumps({**QWEN3, **(changes or {})}))
     return EngineArgs(model=str(folder), **options).create_engine_config()
+
+
+def rope_of(config: EngineConfig) -> RopeSpec:
+    """Return the rotary embedding, which is the same in all layers."""
+    (rope,) = {id(layer.mixer.rope): layer.mixer.rope for layer in config.spec.layers}.values()
+    return rope
 
 
 def problem(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> str:
@@ -77,8 +84,11 @@ def test_yarn_of_a_model_card_reaches_its_factor_times_the_training_length(
 ) -> None:
     config = read(tmp_path, changes)
     assert config.max_model_len == config.spec.max_position_embeddings == 131072
-    assert config.spec.rope.theta == 1e6
-    assert config.spec.rope.scaling == {"factor": 4.0, "original_max_position_embeddings": 32768}
+    assert rope_of(config).theta == 1e6
+    assert rope_of(config).scaling == {
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    }
 
 
 @pytest.mark.parametrize(
@@ -114,21 +124,31 @@ def test_a_rotary_embedding_that_is_not_known_is_refused_by_name(
 
 def test_an_override_is_merged_into_the_object_that_the_file_has(tmp_path: Path) -> None:
     file = {"rope_theta": None, "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
-    rope = read(tmp_path, file, hf_overrides={"rope_scaling": CARD}).spec.rope
+    rope = rope_of(read(tmp_path, file, hf_overrides={"rope_scaling": CARD}))
     assert (rope.theta, rope.rope_type, rope.scaling["factor"]) == (5000.0, "yarn", 4.0)
-    rope = read(
-        tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_parameters": {"factor": 2.0}}
-    ).spec.rope
+    rope = (
+        read(tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_parameters": {"factor": 2.0}})
+        .spec.layers[0]
+        .mixer.rope
+    )
     assert rope.scaling == {"factor": 2.0, "original_max_position_embeddings": 32768}
-    rope = read(
-        tmp_path,
-        {"rope_scaling": CARD},
-        hf_overrides={"rope_scaling": {"type": "linear", "factor": 2}},
-    ).spec.rope
+    rope = (
+        read(
+            tmp_path,
+            {"rope_scaling": CARD},
+            hf_overrides={"rope_scaling": {"type": "linear", "factor": 2}},
+        )
+        .spec.layers[0]
+        .mixer.rope
+    )
     assert (rope.theta, rope.rope_type, rope.scaling) == (1e6, "linear", {"factor": 2})
-    rope = read(tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_scaling": None}).spec.rope
+    rope = (
+        read(tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_scaling": None})
+        .spec.layers[0]
+        .mixer.rope
+    )
     assert (rope.theta, rope.rope_type, rope.scaling) == (1e6, "default", {})
-    rope = read(tmp_path, file, hf_overrides={"rope_theta": 7.0}).spec.rope
+    rope = rope_of(read(tmp_path, file, hf_overrides={"rope_theta": 7.0}))
     assert rope.theta == 7.0
 
 
@@ -235,7 +255,8 @@ def test_a_field_of_another_type_is_refused_in_one_sentence(
 
 def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
     spec = read(tmp_path, {"head_dim": None, "num_key_value_heads": None, "layer_types": None}).spec
-    assert (spec.head_dim, spec.num_kv_heads, spec.windows) == (16, 4, (0, 0))
+    found = [(one.mixer.head_dim, one.mixer.num_kv_heads, one.mixer.window) for one in spec.layers]
+    assert found == [(16, 4, 0)] * 2
 
 
 # Ends of sequences.

@@ -81,7 +81,7 @@ def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(
         "py.typed",
         "engine_core/scheduling/scheduler.py",
         "kernels/ops/rms_norm.py",
-        "executor/models/llama.py",
+        "ipc/model/families/llama.py",
         "frontend/server/app.py",
         "frontend/server/web/index.html",
         "frontend/server/web/main.js",

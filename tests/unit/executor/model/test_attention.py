@@ -22,11 +22,11 @@ from sidestep.executor.attention.base import (
     DeviceRows,
     StepBatch,
 )
-from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.ipc.common import registry
-from sidestep.ipc.model.model_spec import RopeSpec
+from sidestep.ipc.model.layer_spec import RopeSpec
 from tests.unit.executor.steps import Request, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,10 +18,10 @@ from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhe
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from tests.fakes import SPEC
+from tests.fakes import make_spec
 
-SMALL = msgspec.structs.replace(SPEC, num_layers=3, windows=(0, 0, 0))
-WIDTH = SMALL.num_heads * SMALL.head_dim
+SMALL = make_spec(3)
+WIDTH = SMALL.layers[0].mixer.num_heads * SMALL.layers[0].mixer.head_dim
 
 
 class DifferentNorms(DummyWeights):

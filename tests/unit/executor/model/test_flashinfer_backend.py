@@ -20,11 +20,11 @@ from torch import Tensor
 from sidestep.executor.attention import flashinfer_backend
 from sidestep.executor.attention.base import AttentionSetup, AttentionShape
 from sidestep.executor.attention.flashinfer_backend import FlashInferAttention, pages_of
-from sidestep.executor.layers.rotary import RotaryTable
+from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import make_batch
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.model.model_spec import RopeSpec
+from sidestep.ipc.model.layer_spec import RopeSpec
 from tests.unit.executor.model.test_attention import Sequences, exact
 from tests.unit.executor.steps import Request, make_step
 

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sidestep.executor.attention.rotary import frequencies
 from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.layers.rotary import frequencies
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.parallel.parallel_state import Parallel

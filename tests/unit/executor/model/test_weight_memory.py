@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -15,14 +14,14 @@ from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weigh
 from sidestep.executor.parallel.parallel_state import LoneRank, Parallel
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.kernels.gpu import Gpu, like_gpu
-from tests.fakes import SPEC
+from tests.fakes import make_spec
 
 
 def model_of(parallel: Parallel, seed: int = 0, **changes: Any) -> DecoderForCausalLM:
     """Return a model whose layers keep their weights as on a GPU."""
     with like_gpu(Gpu(90, 132), "cpu"):
         return DecoderForCausalLM(
-            msgspec.structs.replace(SPEC, **changes),
+            make_spec(**changes),
             DummyWeights(seed, torch.float32, torch.device("cpu")),
             parallel,
         )
@@ -42,7 +41,9 @@ def test_every_weight_of_a_model_is_found_once_a_path(parallel: Parallel) -> Non
 def test_the_weights_of_a_cpu_are_found_in_each_layout(dtype: torch.dtype) -> None:
     """On a CPU the head is laid out apart from the embedding that it equals."""
     on_gpu = {id(tensor): tensor for tensor in weights_of(model_of(Parallel())).values()}
-    on_cpu = DecoderForCausalLM(SPEC, DummyWeights(0, dtype, torch.device("cpu")), Parallel())
+    on_cpu = DecoderForCausalLM(
+        make_spec(), DummyWeights(0, dtype, torch.device("cpu")), Parallel()
+    )
     found = {id(tensor): tensor for tensor in weights_of(on_cpu).values()}
     expected = [tensor.numel() for tensor in on_gpu.values()]
     # A layout that is no copy leaves the head in the embedding's memory.
@@ -86,7 +87,10 @@ def test_all_weights_of_a_model_are_copied_over_those_of_another() -> None:
     ("changes", "problem"),
     [
         ({"hidden_size": 16}, r"is \[50, 8\] torch.float32, and \[50, 16\]"),
-        ({"qk_norm": True}, "only one of the old and the new weights has .*_head_norms"),
+        (
+            {"mixer": {"head_norms": True}},
+            "only one of the old and the new weights has .*_head_norms",
+        ),
         ({"tie_word_embeddings": False}, "only one of the old and the new head"),
     ],
 )

@@ -8,7 +8,6 @@ import stat
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.config_sections import CacheConfig
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
-from tests.fakes import SPEC
+from tests.fakes import make_spec
 
 GIB = 1 << 30
 CONFIG: dict[str, Any] = {
@@ -74,33 +73,24 @@ class Counting(DummyWeights):
     [
         {},
         {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"qk_norm": True, "architecture": "Qwen3ForCausalLM"},
-        {"attention_bias": True, "attention_output_bias": True, "mlp_bias": True},
+        {"mixer": {"bias": True}},
+        {"mixer": {"head_norms": True}, "architecture": "Qwen3ForCausalLM"},
+        {"mixer": {"bias": True, "output_bias": True}, "mlp": {"bias": True}},
     ],
     ids=str,
 )
 def test_weights_and_cache_are_those_that_ranks_of_the_real_model_take(
     ranks: int, layers: tuple[int, ...], changes: dict[str, Any]
 ) -> None:
-    spec = msgspec.structs.replace(
-        SPEC,
-        num_layers=3,
-        windows=(0, 0, 0),
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=16,
-        hidden_size=48,
-        intermediate_size=64,
-        vocab_size=96,
-        tie_word_embeddings=False,
-    )
-    spec = msgspec.structs.replace(spec, **changes)
+    sizes = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 16, **changes.get("mixer", {})}
+    mlp = {"width": 64, **changes.get("mlp", {})}
+    fields = {"tie_word_embeddings": False, **changes, "mixer": sizes, "mlp": mlp}
+    spec = make_spec(3, hidden_size=48, vocab_size=96, **fields)
     parallel = Parallel()
     parallel.size = ranks
     for index in range(len(layers)):
         stage, weights = stage_of(layers, index), Counting()
-        registry.load(registry.MODELS[spec.architecture])(spec, weights, parallel, stage)
+        registry.load(registry.MODELS[spec.architecture].model)(spec, weights, parallel, stage)
         shard = Shard(spec, ranks, stage)
         assert shard.weights == weights.count
         assert shard.kv_per_token * 4 == attention_shape(spec, parallel, stage).bytes_per_token(
@@ -110,7 +100,7 @@ def test_weights_and_cache_are_those_that_ranks_of_the_real_model_take(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_of_a_pipeline_hold_the_model_together(tied: bool) -> None:
-    spec = msgspec.structs.replace(SPEC, num_layers=7, tie_word_embeddings=tied)
+    spec = make_spec(7, tie_word_embeddings=tied)
     whole = Shard(spec, 1, stage_of((7,), 0))
     stages = [Shard(spec, 1, stage_of((3, 3, 1), i)) for i in range(3)]
     table = spec.vocab_size * spec.hidden_size

@@ -1,4 +1,4 @@
-"""The size formula of dense decoders counts the parameters that real small models have."""
+"""The sizes that specifications of layers state are those of real small models."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from safetensors import safe_open
 from sidestep.executor.gpu.cuda_graphs import worthwhile_tokens
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.ipc.model.dense_size import layer_size, num_parameters, table_size
 from sidestep.ipc.model.layer_split import stage_of
+from sidestep.ipc.model.model_size import layers_size, num_parameters, table_size
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, write_model
 
@@ -33,7 +33,7 @@ def test_counts_equal_those_of_a_checkpoint(family: str, tmp_path: Path) -> None
     path = write_model(family, tmp_path)
     spec, tensors = load_model_spec(path), sizes_in(path)
     assert num_parameters(spec, first=True, last=True) == sum(n for _, n in tensors.values())
-    layer, of_layer = layer_size(spec), "model.layers.1."
+    layer, of_layer = spec.layers[1].size(spec.hidden_size), "model.layers.1."
     for dimensions, expected in ((2, layer.matrices), (1, layer.vectors)):
         assert expected == sum(
             n
@@ -42,6 +42,6 @@ def test_counts_equal_those_of_a_checkpoint(family: str, tmp_path: Path) -> None
         )
     assert table_size(spec) == tensors["model.embed_tokens.weight"][1]
     shape = attention_shape(spec, Parallel(), stage_of((spec.num_layers,), 0))
-    assert shape.bytes_per_token(torch.float32) == 4 * spec.num_layers * layer.kv_per_token
+    assert shape.bytes_per_token(torch.float32) == 4 * layers_size(spec).kv_per_token
     # Tokens whose operations take twice the time of launching a layer.
-    assert worthwhile_tokens(spec) == pytest.approx(450e-6 * 5e14 / layer.matrices, abs=1)
+    assert worthwhile_tokens(spec) == pytest.approx(450e-6 * 5e14 / layer.active, abs=1)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from sidestep.ipc.model.model_spec import RopeSpec
+from sidestep.ipc.model.layer_spec import RopeSpec
 
 
 def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:

@@ -1,0 +1,46 @@
+"""The gated MLP of one layer."""
+
+from __future__ import annotations
+
+from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
+from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.ipc.model.layer_spec import MlpSpec
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+
+
+class Mlp:
+    """The gated MLP of one layer. following: the norm after it."""
+
+    def __init__(
+        self,
+        spec: MlpSpec,
+        hidden_size: int,
+        weights: Weights,
+        name: str,
+        following: RmsNorm,
+        parallel: Parallel,
+    ) -> None:
+        self._following = following
+        width, part = spec.width, parallel.share(spec.width)
+        self._gate_up = column_parallel(
+            weights,
+            [(f"{name}.gate_proj", width, part), (f"{name}.up_proj", width, part)],
+            hidden_size,
+            bias=spec.bias,
+        )
+        self._down = RowParallelLinear(
+            weights,
+            f"{name}.down_proj",
+            hidden_size,
+            width,
+            part,
+            parallel,
+            SumBuffer.MLP,
+            bias=spec.bias,
+        )
+
+    def __call__(self, stream: Stream) -> Stream:
+        """Return the stream with the MLP added."""
+        return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)

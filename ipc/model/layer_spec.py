@@ -1,0 +1,165 @@
+"""Specifications of a model's layers: what each part computes, and how large it is.
+
+A layer is a mixer, which lets tokens see each other, and an MLP. Each part's specification knows
+its numbers of parameters, the weights that a token is multiplied with, and what it keeps in the
+cache. The planner (frontend/planning/topology.py), the split of layers over stages, the choice of
+CUDA graphs and the workers' KV caches all count from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Counts of a layer or of one of its parts, or of one rank's share; numbers, not bytes."""
+
+    matrices: int = 0
+    """Weights of products."""
+    active: int = 0
+    """Weights of products that one token is multiplied with."""
+    vectors: int = 0
+    """Biases, and the weights of norms."""
+    kv_per_token: int = 0
+    """Keys and values of a token in the cache."""
+    widest: int = 0
+    """Most numbers of a token that are in memory between two products."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.matrices + self.vectors
+
+    def __add__(self, other: LayerSize) -> LayerSize:
+        return LayerSize(
+            matrices=self.matrices + other.matrices,
+            active=self.active + other.active,
+            vectors=self.vectors + other.vectors,
+            kv_per_token=self.kv_per_token + other.kv_per_token,
+            widest=max(self.widest, other.widest),
+        )
+
+
+class Divided(msgspec.Struct, frozen=True):
+    """A number that tensor-parallel ranks share out."""
+
+    name: str
+    count: int
+    may_repeat: bool = False
+    """Whether several ranks may have the same one, where there are fewer than ranks."""
+
+    def fits(self, num_ranks: int) -> bool:
+        """Return whether that many ranks can share it out."""
+        return self.count % num_ranks == 0 or (self.may_repeat and num_ranks % self.count == 0)
+
+
+class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Rotary embedding: base and scaling, with the names of config.json."""
+
+    theta: float
+    rope_type: str = "default"
+    scaling: dict[str, Any] = {}
+    """The type's values by their names in rope_parameters, such as factor or low_freq_factor.
+
+    All required ones are there.
+    """
+
+
+class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
+    """Causal self-attention with grouped queries."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    window: int = 0
+    """Tokens that a token attends to, itself included; 0 for all."""
+    bias: bool = False
+    """Bias on the q, k and v projections."""
+    output_bias: bool = False
+    """Bias on the output projection."""
+    head_norms: bool = False
+    """RMSNorm over each head's q and k before the rotary embedding."""
+
+    @property
+    def scale(self) -> float:
+        """The factor on the products of queries and keys."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        """Numbers that tensor-parallel ranks share out."""
+        return (
+            Divided("attention heads", self.num_heads),
+            Divided("KV heads", self.num_kv_heads, may_repeat=True),
+        )
+
+    def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
+        """Return the size of one rank's part."""
+        dim = self.head_dim
+        heads, kv_heads = self.num_heads // num_ranks, max(1, self.num_kv_heads // num_ranks)
+        matrices = hidden_size * dim * (2 * heads + 2 * kv_heads)
+        return LayerSize(
+            matrices=matrices,
+            active=matrices,
+            vectors=self.bias * dim * (heads + 2 * kv_heads)
+            + self.output_bias * hidden_size
+            + 2 * dim * self.head_norms,
+            kv_per_token=kv_per_token(kv_heads, dim),
+            widest=dim * (2 * heads + 2 * kv_heads),
+        )
+
+
+def kv_per_token(num_kv_heads: int, head_dim: int) -> int:
+    """Return the number of values that a token has in one layer's cache."""
+    return 2 * num_kv_heads * head_dim
+
+
+class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
+    """A gated MLP: down(silu(gate x) * up x)."""
+
+    width: int
+    bias: bool = False
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        """Numbers that tensor-parallel ranks share out."""
+        return (Divided("intermediate size", self.width),)
+
+    def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
+        """Return the size of one rank's part."""
+        width = self.width // num_ranks
+        matrices = 3 * hidden_size * width
+        return LayerSize(
+            matrices=matrices,
+            active=matrices,
+            vectors=self.bias * (2 * width + hidden_size),
+            widest=3 * width,
+        )
+
+
+class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One layer: both parts add to the residual stream, each behind a norm."""
+
+    mixer: AttentionSpec
+    mlp: MlpSpec
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        """Numbers that tensor-parallel ranks share out."""
+        return (*self.mixer.divided, *self.mlp.divided)
+
+    def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
+        """Return the size of the part that one of `num_ranks` tensor-parallel ranks has.
+
+        Norms are counted on every rank, since every rank has them. So are the biases of projections
+        to the residual stream.
+        """
+        norms = LayerSize(vectors=2 * hidden_size)
+        return (
+            self.mixer.size(hidden_size, num_ranks) + self.mlp.size(hidden_size, num_ranks) + norms
+        )
