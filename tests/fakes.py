@@ -19,7 +19,7 @@ from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
@@ -48,7 +48,7 @@ SPEC = ModelSpec(
     hidden_size=8,
     layers=(LAYER,),
     max_position_embeddings=4096,
-    norm_eps=1e-6,
+    norm=NormSpec(eps=1e-6),
     tie_word_embeddings=True,
 )
 

@@ -6,6 +6,7 @@ A new backend is a file here and a line in ipc.common.registry.
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,18 @@ class AttentionShape:
     head_dim: int
     windows: tuple[int, ...]
     """Sliding window of each layer in tokens, 0 for none."""
+    scales: tuple[float, ...] = ()
+    """Factor on the products of queries and keys of each layer; none for 1 / sqrt(D) in all."""
+    tables: tuple[int, ...] = ()
+    """Index of each layer's rotary table; none if all layers have the first."""
+
+    def scale(self, layer: int) -> float:
+        """Return a layer's factor on the products of queries and keys."""
+        return self.scales[layer] if self.scales else float(self.head_dim**-0.5)
+
+    def table(self, layer: int) -> int:
+        """Return the index of a layer's rotary table."""
+        return self.tables[layer] if self.tables else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the size of one token's keys and values in all layers."""
@@ -49,7 +62,8 @@ class AttentionSetup:
     block_size: int
     dtype: torch.dtype
     device: torch.device
-    rotary: RotaryTable
+    rotary: Sequence[RotaryTable]
+    """The different tables; `AttentionShape.tables` says which layer has which."""
     norm_eps: float
     max_rows: int
     """Most rows of a step."""

@@ -94,12 +94,13 @@ class FlashInferAttention(AttentionBackend):
         batch, wrappers = self._batch, self._wrappers
         assert batch is not None and wrappers is not None, "begin_step comes first"
         cache, window = self.cache[layer], shape.windows[layer]
+        table = setup.rotary[shape.table(layer)]
         qkv_rope(
             qkv,
             batch.positions,
             batch.slot_mapping,
-            setup.rotary.cos,
-            setup.rotary.sin,
+            table.cos,
+            table.sin,
             norms,
             setup.norm_eps,
             cache.flatten(1, 2),
@@ -222,7 +223,7 @@ class Wrappers:
             "window_left": window - 1,
             "q_data_type": self._setup.dtype,
             "kv_data_type": self._setup.dtype,
-            "sm_scale": self._setup.shape.head_dim**-0.5,
+            "sm_scale": self._setup.shape.scale(0),
         }
 
 
@@ -272,6 +273,11 @@ def _check(setup: AttentionSetup) -> None:
         raise EngineStartError(
             f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
             f"{str(setup.dtype).removeprefix('torch.')}; change one of the two"
+        )
+    if len(set(setup.shape.scales)) > 1:
+        raise EngineStartError(
+            "attention_backend: 'flashinfer' takes one scale for all layers, this model's layers "
+            "have several; choose another backend"
         )
     if setup.shape.head_dim not in FlashInferAttention.head_dims:
         sizes = ", ".join(map(str, sorted(FlashInferAttention.head_dims)))

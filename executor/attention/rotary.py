@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +11,37 @@ from torch import Tensor
 from sidestep.ipc.model.layer_spec import RopeSpec
 
 
-def frequencies(rope: RopeSpec, head_dim: int) -> tuple[Tensor, float]:
-    """Return each pair's angle per position, float32 [D / 2], and the factor on cos and sin."""
-    inverse = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
+    """Return each rotated pair's angle per position, float32, and the factor on cos and sin.
+
+    length: number of positions, by which LongRoPE chooses among its lists.
+    """
+    dims = rope.dims or head_dim
+    inverse = 1.0 / rope.theta ** (torch.arange(0, dims, 2, dtype=torch.float32) / dims)
     scaling = rope.scaling
     if rope.rope_type == "linear":
         return inverse / scaling["factor"], 1.0
     if rope.rope_type == "llama3":
         return _llama3(inverse, scaling), 1.0
     if rope.rope_type == "yarn":
-        return _yarn(inverse, rope, head_dim)
+        return _yarn(inverse, rope, dims)
+    if rope.rope_type == "longrope":
+        return _longrope(inverse, scaling, length)
     return inverse, 1.0
+
+
+def _longrope(inverse: Tensor, scaling: dict[str, Any], length: int) -> tuple[Tensor, float]:
+    """Return LongRoPE's angles and factor (Ding et al. 2024).
+
+    All positions use the list for long texts if the engine's longest request is longer than the
+    texts of the training, since keys in the cache cannot be rotated again.
+    """
+    original = scaling["original_max_position_embeddings"]
+    divisors = scaling["long_factor" if length > original else "short_factor"]
+    factor, attention = scaling["factor"], scaling.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return inverse / torch.tensor(divisors, dtype=torch.float32), float(attention)
 
 
 def _llama3(inverse: Tensor, scaling: dict[str, float]) -> Tensor:
@@ -65,16 +86,42 @@ def _yarn_scale(factor: float, mscale: float | None, mscale_all: float | None) -
     return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 
 
+def pair_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
+    """Return the order of a head's values in which the pairs are those of the tables, int64 [D].
+
+    The tables rotate value i with value i + D / 2, and leave the last pairs as they are where not
+    the whole head is rotated. Queries and keys in another order have the same products, so a model
+    whose pairs lie elsewhere has its projections' rows put into this order when they are loaded.
+    Returns None if they are in this order already.
+    """
+    dims = rope.dims or head_dim
+    if dims == head_dim and not rope.interleaved:
+        return None
+    rotated, rest = torch.arange(dims), torch.arange(dims, head_dim)
+    firsts, seconds = (
+        (rotated[0::2], rotated[1::2]) if rope.interleaved else rotated.view(2, dims // 2)
+    )
+    half = len(rest) // 2
+    return torch.cat([firsts, rest[:half], seconds, rest[half:]])
+
+
 class RotaryTable:
     """cos and sin of every position: [positions, D / 2], float32."""
 
-    def __init__(self, rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> None:
-        """Compute the table. length: number of positions."""
-        inverse, factor = frequencies(rope, head_dim)
+    def __init__(
+        self, rope: RopeSpec | None, head_dim: int, length: int, device: torch.device
+    ) -> None:
+        """Compute the table. length: number of positions. rope: None rotates nothing."""
+        self.cos = torch.ones(length, head_dim // 2, device=device)
+        self.sin = torch.zeros(length, head_dim // 2, device=device)
+        if rope is None:
+            return
+        inverse, factor = frequencies(rope, head_dim, length)
         angles = torch.outer(
             torch.arange(length, dtype=torch.float32, device=device), inverse.to(device)
         )
-        self.cos, self.sin = angles.cos() * factor, angles.sin() * factor
+        self.cos[:, : len(inverse)] = angles.cos() * factor
+        self.sin[:, : len(inverse)] = angles.sin() * factor
 
 
 class FullRotaryTable:

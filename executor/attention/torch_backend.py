@@ -84,8 +84,7 @@ class TorchAttention(AttentionBackend):
         shape = self._shape = setup.shape
         self._block_size, self._dtype, self._device = setup.block_size, setup.dtype, setup.device
         self._norm_eps = setup.norm_eps
-        self._scale = shape.head_dim**-0.5
-        self._rotary_table = FullRotaryTable(setup.rotary, setup.dtype)
+        self._rotary_tables = [FullRotaryTable(table, setup.dtype) for table in setup.rotary]
         size = (
             shape.num_layers,
             setup.num_blocks,
@@ -107,7 +106,7 @@ class TorchAttention(AttentionBackend):
         self._order: Tensor | None = None
         # The plan of a step, from begin_step on.
         none = torch.zeros(0, dtype=torch.int64, device=setup.device)
-        self._rotary = (none, none)
+        self._rotary = [(none, none)]
         self._slot_mapping = none
         self._chunks: list[_Chunk] = []
         self._groups: list[_DecodeGroup] = []
@@ -119,7 +118,7 @@ class TorchAttention(AttentionBackend):
         """Plan the groups of decode rows and the pieces of prompts."""
         host = batch.host
         assert host is not None, "this backend needs the host's view of a step"
-        self._rotary = self._rotary_table.rows(batch.positions)
+        self._rotary = [table.rows(batch.positions) for table in self._rotary_tables]
         self._slot_mapping = batch.slot_mapping.long()
         self._num_decode = host.num_decode_rows
         if self._num_decode:
@@ -137,14 +136,15 @@ class TorchAttention(AttentionBackend):
             by_head[:, heads : heads + kv_heads] = rms_norm(
                 by_head[:, heads : heads + kv_heads], norms[1], self._norm_eps
             )
-        apply_rotary(by_head[:, : heads + kv_heads], *self._rotary)
+        turned = self._rotary[self._shape.table(layer)]
+        apply_rotary(by_head[:, : heads + kv_heads], *turned)
         return self._attend(layer, by_head[:, :heads], by_head[:, heads:]).flatten(1)
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
         cache, rows = self._layers[layer], self._num_decode
         write_kv(cache.flatten(0, 1), kv, self._slot_mapping)
-        window = self._shape.windows[layer]
+        window, scale = self._shape.windows[layer], self._shape.scale(layer)
         if not self._chunks:
             return self._decode(layer, q, kv, window)
         out = torch.empty_like(q)
@@ -154,7 +154,7 @@ class TorchAttention(AttentionBackend):
             keys_values = cache.index_select(0, chunk.blocks).flatten(0, 1).float()
             for piece in chunk.pieces:
                 out[piece.tokens] = prefill_attention(
-                    q[piece.tokens], keys_values[: piece.num_keys], piece.masks[window], self._scale
+                    q[piece.tokens], keys_values[: piece.num_keys], piece.masks[window], scale
                 )
         return out
 
@@ -172,7 +172,7 @@ class TorchAttention(AttentionBackend):
                 q[group.rows],
                 copy[group.rows, :, : group.num_keys],
                 group.masks[window],
-                self._scale,
+                self._shape.scale(layer),
             )
             for group in self._groups
         ]

@@ -60,7 +60,6 @@ class TritonAttention(AttentionBackend):
         shape = self._shape = setup.shape
         self._setup = setup
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
-        self._scale = shape.head_dim**-0.5
         # Not cleared: no kernel reads a slot of the cache that was not written.
         self.cache = torch.empty(
             shape.num_layers,
@@ -132,7 +131,8 @@ class TritonAttention(AttentionBackend):
         shape, setup, step = self._shape, self._setup, self._step
         assert step is not None, "no step has begun"
         rows = step.rows
-        rope = Rope(setup.rotary.cos, setup.rotary.sin, norms, setup.norm_eps)
+        table = setup.rotary[shape.table(layer)]
+        rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before.
         if rows.max_prompt_rows == 0 and rows.queries == 1 and qkv.shape[0] <= _FEW_ROWS:
@@ -188,7 +188,7 @@ class TritonAttention(AttentionBackend):
             step.scratch,
             num_heads=self._shape.num_heads,
             window=window,
-            scale=self._scale,
+            scale=self._shape.scale(layer),
             rope=rope,
             queries=rows.queries,
             valid_lens=rows.valid_lens,
@@ -210,5 +210,5 @@ class TritonAttention(AttentionBackend):
             max_tokens=qkv.shape[0],
             max_rows=rows.max_prompt_rows,
             window=window,
-            scale=self._scale,
+            scale=self._shape.scale(layer),
         )

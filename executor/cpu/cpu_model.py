@@ -123,7 +123,7 @@ class CpuModel:
                 dtype=self.dtype,
                 device=CPU,
                 rotary=load_rotary(args, CPU),
-                norm_eps=args.spec.norm_eps,
+                norm_eps=args.spec.norm.eps,
                 max_rows=self._limits.max_num_seqs,
             )
         )

@@ -81,7 +81,7 @@ class StepKernels:
                 dtype=setup.dtype,
                 device=setup.device,
                 rotary=model.rotary,
-                norm_eps=setup.args.spec.norm_eps,
+                norm_eps=setup.args.spec.norm.eps,
                 max_rows=setup.limits.max_num_seqs,
                 queries=tuple(1 + tier for tier in tiers_of(setup.limits.num_drafts)),
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend
+from sidestep.executor.attention.base import AttentionBackend, Norms
+from sidestep.executor.attention.rotary import pair_order
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
-from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.layers.norms import SharedNorm, load_norm
+from sidestep.executor.layers.weight_loader import Shape, Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.ipc.model.layer_spec import AttentionSpec
+from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
@@ -18,8 +20,32 @@ def rows_of_heads(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
+class OrderedHeads(Weights):
+    """The weights of attention, with the values of each query and key in another order."""
+
+    def __init__(self, weights: Weights, order: Tensor, name: str) -> None:
+        """Put the values of each head into this order. order: int64 [D]. name: the layer's."""
+        super().__init__(weights.dtype, weights.device)
+        self._weights = weights
+        self._order = order
+        self._ordered = tuple(f"{name}.{one}_{what}." for one in "qk" for what in ("proj", "norm"))
+
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """Return the named tensor; the rows of a query's or key's weights in the order."""
+        tensor = self._weights.get(name, shape, rows, columns)
+        if not name.startswith(self._ordered):
+            return tensor
+        heads = tensor.unflatten(0, (-1, len(self._order)))
+        return heads.index_select(1, self._order.to(tensor.device)).flatten(0, 1)
+
+
 class Attention:
-    """Self-attention of one layer. following: the norm after it."""
+    """Self-attention of one layer.
+
+    after: the norm of its result, if there is one. following: the norm of the stream behind it.
+    """
 
     def __init__(
         self,
@@ -29,16 +55,21 @@ class Attention:
         name: str,
         following: RmsNorm,
         parallel: Parallel,
+        *,
+        norm_spec: NormSpec,
+        after: RmsNorm | None = None,
     ) -> None:
         self._following = following
+        order = None if spec.rope is None else pair_order(spec.rope, spec.head_dim)
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
         q_rows, kv_rows = (
             rows_of_heads(heads, spec.head_dim),
             rows_of_heads(kv_heads, spec.head_dim),
         )
         total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        ordered = weights if order is None else OrderedHeads(weights, order, name)
         self._qkv = column_parallel(
-            weights,
+            ordered,
             [
                 (f"{name}.q_proj", total_q, q_rows),
                 (f"{name}.k_proj", total_kv, kv_rows),
@@ -57,15 +88,23 @@ class Attention:
             parallel,
             SumBuffer.ATTENTION,
             bias=spec.output_bias,
+            after=after,
         )
-        self._head_norms = (
-            (
-                weights.get(f"{name}.q_norm.weight", (spec.head_dim,)),
-                weights.get(f"{name}.k_norm.weight", (spec.head_dim,)),
+        self._head_norms: Norms | None = None
+        if spec.head_norms:
+            q_norm, k_norm = (
+                load_norm(norm_spec, ordered, f"{name}.{one}_norm.weight", spec.head_dim)
+                for one in "qk"
             )
-            if spec.head_norms
-            else None
-        )
+            self._head_norms = q_norm.weight, k_norm.weight
+        self._row_norms = [
+            (columns, SharedNorm(norm_spec, ordered, f"{name}.{one}_norm.weight", *part, parallel))
+            for one, columns, part in (
+                ("q", slice(0, len(q_rows)), (total_q, q_rows)),
+                ("k", slice(len(q_rows), len(q_rows) + len(kv_rows)), (total_kv, kv_rows)),
+            )
+            if spec.row_norms
+        ]
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""
@@ -75,7 +114,10 @@ class Attention:
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
     ) -> Stream:
         """Return the stream with attention added. rows: see Layer."""
-        attended = attention.attend(layer, self._qkv(stream), self._head_norms)
+        qkv = self._qkv(stream)
+        for columns, norm in self._row_norms:
+            qkv[:, columns] = norm(qkv[:, columns])
+        attended = attention.attend(layer, qkv, self._head_norms)
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
         return self._add(stream, attended)

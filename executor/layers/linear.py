@@ -11,7 +11,9 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.ipc.model.layer_spec import Activation
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
@@ -42,11 +44,13 @@ class Linear:
         made = self._product(normed(x))
         return made if self._bias is None else made.add_(self._bias)
 
-    def gated(self, x: Tensor | Stream) -> Tensor:
-        """Return silu(gate) * up of the halves of the product.
+    def gated(self, x: Tensor | Stream, activation: Activation = "silu") -> Tensor:
+        """Return act(gate) * up of the halves of the product.
 
         The first half of the matrix's rows belongs to the gate.
         """
+        if activation == "gelu_tanh":
+            return gelu_mul(self(x))
         if self._weight is not None:
             return gated_linear(x, self._weight, self._bias)
         return silu_mul(self(x))
@@ -58,7 +62,8 @@ class Linear:
         the way, if any.
         """
         if self._weight is not None:
-            return add_linear(residual, x, self._weight, self._bias, norm)
+            begun = norm if norm is not None and norm.may_begin else None
+            return add_linear(residual, x, self._weight, self._bias, begun)
         residual += self(x)
         return None
 
@@ -91,7 +96,8 @@ def column_parallel(
 class RowParallelLinear:
     """x W^T + b with the inputs spread over ranks.
 
-    Each rank adds its part to the residual stream.
+    Each rank adds its part to the residual stream. after: a norm of the product, if the model has
+    one.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class RowParallelLinear:
         buffer: SumBuffer,
         *,
         bias: bool = False,
+        after: RmsNorm | None = None,
     ) -> None:
         weight = weights.get(f"{name}.weight", (num_outputs, num_inputs), columns=columns)
         # The bias must be added once, not once a rank.
@@ -112,15 +119,19 @@ class RowParallelLinear:
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._parallel = parallel
         self._buffer = buffer
+        self._after = after
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
         """Return residual + x W^T + b, on its way through `norm`.
 
         x [T, in / size]; residual [T, out], the same on all ranks, may be written over.
         """
+        if self._after is not None:
+            whole = self._parallel.all_reduce(self._linear(x))
+            return Stream(residual.add_(self._after(whole)), norm)
         if self._parallel.size == 1:
             return Stream(residual, norm, self._linear.add_to(residual, x, norm))
-        part = self._parallel.part(self._buffer, len(residual))
+        part = self._parallel.part(self._buffer, len(residual)) if norm.may_begin else None
         if part is not None:
             self._linear(x, part.mine)
             return part.sum(norm, residual)

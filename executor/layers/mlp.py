@@ -11,7 +11,10 @@ from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 
 class Mlp:
-    """The gated MLP of one layer. following: the norm after it."""
+    """The gated MLP of one layer.
+
+    after: the norm of its result, if there is one. following: the norm of the stream behind it.
+    """
 
     def __init__(
         self,
@@ -21,8 +24,10 @@ class Mlp:
         name: str,
         following: RmsNorm,
         parallel: Parallel,
+        after: RmsNorm | None = None,
     ) -> None:
         self._following = following
+        self._activation = spec.activation
         width, part = spec.width, parallel.share(spec.width)
         self._gate_up = column_parallel(
             weights,
@@ -39,8 +44,10 @@ class Mlp:
             parallel,
             SumBuffer.MLP,
             bias=spec.bias,
+            after=after,
         )
 
     def __call__(self, stream: Stream) -> Stream:
         """Return the stream with the MLP added."""
-        return self._down.add_to(stream.hidden, self._gate_up.gated(stream), self._following)
+        gated = self._gate_up.gated(stream, self._activation)
+        return self._down.add_to(stream.hidden, gated, self._following)

@@ -29,23 +29,32 @@ def vocab_shard(
 class VocabParallelEmbedding:
     """Token ids [T] to the residual stream [T, D]."""
 
-    def __init__(self, shard: Tensor, parallel: Parallel) -> None:
+    def __init__(self, shard: Tensor, parallel: Parallel, scale: float = 1.0) -> None:
         self._shard = shard
+        # Rounded to the embedding's type, as in training.
+        self._scale = torch.tensor(scale, dtype=shard.dtype).item()
         self._parallel = parallel
         self._first = parallel.rank * shard.shape[0]
 
     def __call__(self, token_ids: Tensor, norm: RmsNorm) -> Stream:
         """Return the stream. norm: the norm that the stream goes through first."""
         if self._parallel.size == 1:
-            return Stream(torch.nn.functional.embedding(token_ids, self._shard), norm)
+            whole = torch.nn.functional.embedding(token_ids, self._shard)
+            return Stream(self._scaled(whole), norm)
         local = token_ids - self._first
         outside = (local < 0) | (local >= self._shard.shape[0])
-        vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
-        part = self._parallel.part(SumBuffer.EMBEDDING, len(token_ids))
+        vectors = self._scaled(
+            torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
+        )
+        rows = len(token_ids)
+        part = self._parallel.part(SumBuffer.EMBEDDING, rows) if norm.may_begin else None
         if part is not None:
             part.mine.copy_(vectors.masked_fill_(outside[:, None], 0))
             return part.sum(norm)
         return Stream(self._parallel.all_reduce(vectors.masked_fill_(outside[:, None], 0)), norm)
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        return vectors if self._scale == 1.0 else vectors.mul_(self._scale)
 
 
 class VocabParallelHead:
@@ -54,7 +63,10 @@ class VocabParallelHead:
     So all ranks sample the same token.
     """
 
-    def __init__(self, shard: Tensor, vocab_size: int, parallel: Parallel) -> None:
+    def __init__(
+        self, shard: Tensor, vocab_size: int, parallel: Parallel, softcap: float | None = None
+    ) -> None:
+        self._softcap = softcap
         self._linear = Linear(shard)
         self._vocab_size = vocab_size
         self._parallel = parallel
@@ -72,4 +84,6 @@ class VocabParallelHead:
         out [R, V and padding]: memory that the logits are written to.
         """
         own = self._linear(stream, out if self._parallel.size == 1 else None)
+        if self._softcap is not None:
+            own.div_(self._softcap).tanh_().mul_(self._softcap)
         return self._parallel.all_gather(own, out)[:, : self._vocab_size]

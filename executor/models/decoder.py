@@ -7,33 +7,47 @@ pipeline, a stage builds its own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.attention import Attention
 from sidestep.executor.layers.mlp import Mlp
+from sidestep.executor.layers.norms import load_norm
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.ipc.model.layer_spec import LayerSpec
+from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, RopeSpec
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import NoNorm, RmsNorm, Stream
 
 
 def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
-    """Return the sizes of one rank's part of the model's attention, alike in all layers."""
+    """Return the sizes of one rank's part of the model's attention."""
     mixers = [layer.mixer for layer in layers_of(spec, stage)]
+    ropes = distinct_ropes(mixers)
     return AttentionShape(
         num_layers=len(mixers),
         num_heads=len(parallel.share(mixers[0].num_heads)),
         num_kv_heads=len(parallel.kv_heads(mixers[0].num_kv_heads)),
         head_dim=mixers[0].head_dim,
         windows=tuple(mixer.window for mixer in mixers),
+        scales=tuple(mixer.scale for mixer in mixers),
+        tables=tuple(ropes.index(mixer.rope) for mixer in mixers),
     )
+
+
+def distinct_ropes(mixers: Sequence[AttentionSpec]) -> list[RopeSpec | None]:
+    """Return the rotary embeddings of some layers, each once, in the order of their layers."""
+    found: list[RopeSpec | None] = []
+    for mixer in mixers:
+        if mixer.rope not in found:
+            found.append(mixer.rope)
+    return found
 
 
 def layers_of(spec: ModelSpec, stage: Stage) -> tuple[LayerSpec, ...]:
@@ -53,7 +67,14 @@ def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
 
 def hidden_norm(spec: ModelSpec, weights: Weights, name: str) -> RmsNorm:
     """Return a norm of the residual stream."""
-    return RmsNorm(weights.get(f"{name}.weight", (spec.hidden_size,)), spec.norm_eps)
+    return load_norm(spec.norm, weights, f"{name}.weight", spec.hidden_size)
+
+
+def norm_before(spec: ModelSpec, weights: Weights, layer: str, name: str) -> RmsNorm:
+    """Return the norm of the stream before a part of a layer, which is none for an empty name."""
+    if name:
+        return hidden_norm(spec, weights, f"{layer}.{name}")
+    return NoNorm(torch.ones(spec.hidden_size, dtype=weights.dtype, device=weights.device), 0.0)
 
 
 class Layer:
@@ -78,11 +99,30 @@ class Layer:
         name = f"model.layers.{index}"
         self._local_index = local_index
         layer, width = spec.layers[index], spec.hidden_size
-        between = hidden_norm(spec, weights, f"{name}.post_attention_layernorm")
+
+        def norm_after(own_name: str) -> RmsNorm | None:
+            return hidden_norm(spec, weights, f"{name}.{own_name}") if own_name else None
+
+        between = norm_before(spec, weights, name, layer.norms.before_mlp)
         self._attention = Attention(
-            layer.mixer, width, weights, f"{name}.self_attn", between, parallel
+            layer.mixer,
+            width,
+            weights,
+            f"{name}.self_attn",
+            between,
+            parallel,
+            norm_spec=spec.norm,
+            after=norm_after(layer.norms.after_mixer),
         )
-        self._mlp = Mlp(layer.mlp, width, weights, f"{name}.mlp", following, parallel)
+        self._mlp = Mlp(
+            layer.mlp,
+            width,
+            weights,
+            f"{name}.mlp",
+            following,
+            parallel,
+            after=norm_after(layer.norms.after_mlp),
+        )
 
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
@@ -112,10 +152,13 @@ class DecoderForCausalLM:
 
         embedded = shard("model.embed_tokens") if stage.is_first else None
         self._embedding = (
-            VocabParallelEmbedding(embedded, parallel) if embedded is not None else None
+            VocabParallelEmbedding(embedded, parallel, spec.embedding_scale)
+            if embedded is not None
+            else None
         )
         norms = [
-            hidden_norm(spec, weights, f"model.layers.{i}.input_layernorm") for i in stage.layers
+            norm_before(spec, weights, f"model.layers.{i}", spec.layers[i].norms.before_mixer)
+            for i in stage.layers
         ]
         self._first_norm = norms[0]
         # A stage sends on the stream itself. The norm that its last product is given is never used,
@@ -137,7 +180,7 @@ class DecoderForCausalLM:
                 if tied and embedded is not None
                 else shard("model.embed_tokens" if tied else "lm_head")
             )
-            self._head = VocabParallelHead(output, spec.vocab_size, parallel)
+            self._head = VocabParallelHead(output, spec.vocab_size, parallel, spec.logits_softcap)
 
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:

@@ -10,7 +10,12 @@ import torch
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.layers.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
-from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
+from sidestep.executor.models.decoder import (
+    DecoderForCausalLM,
+    distinct_ropes,
+    layers_of,
+    weights_elsewhere,
+)
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common import registry
@@ -131,7 +136,10 @@ def tie_as_found(
     return spec
 
 
-def load_rotary(args: WorkerArgs, device: torch.device) -> RotaryTable:
-    """Return cos and sin of every position that a request may reach."""
-    mixer = args.spec.layers[0].mixer
-    return RotaryTable(mixer.rope, mixer.head_dim, args.max_model_len, device)
+def load_rotary(args: WorkerArgs, device: torch.device) -> list[RotaryTable]:
+    """Return cos and sin of every position that a request may reach, for each embedding once."""
+    mixers = [layer.mixer for layer in layers_of(args.spec, args.stage)]
+    return [
+        RotaryTable(rope, mixers[0].head_dim, args.max_model_len, device)
+        for rope in distinct_ropes(mixers)
+    ]

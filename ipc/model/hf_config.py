@@ -78,9 +78,9 @@ class HfConfig:
             self.refuse(name, f"must be a number, not {value!r}")
         return float(value)
 
-    def flag(self, name: str) -> bool:
-        """Return true or false; false if it is missing."""
-        value = self._given(name, False)
+    def flag(self, name: str, default: bool = False) -> bool:
+        """Return true or false."""
+        value = self._given(name, default)
         if not isinstance(value, bool):
             self.refuse(name, f"must be true or false, not {value!r}")
         return value

@@ -9,7 +9,7 @@ CUDA graphs and the workers' KV caches all count from here.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,6 +44,10 @@ class LayerSize:
         )
 
 
+Activation = Literal["silu", "gelu_tanh"]
+"""Activations of an MLP's gate, with the names of torch; gelu_tanh is its approximation by tanh."""
+
+
 class Divided(msgspec.Struct, frozen=True):
     """A number that tensor-parallel ranks share out."""
 
@@ -67,6 +71,10 @@ class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     All required ones are there.
     """
+    dims: int | None = None
+    """Values of each head that are rotated, its first ones; None for all."""
+    interleaved: bool = False
+    """Whether a pair is two neighbours, rather than two values half of `dims` apart."""
 
 
 class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
@@ -75,7 +83,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
+    """None where positions do not count."""
     window: int = 0
     """Tokens that a token attends to, itself included; 0 for all."""
     bias: bool = False
@@ -84,11 +93,15 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """Bias on the output projection."""
     head_norms: bool = False
     """RMSNorm over each head's q and k before the rotary embedding."""
+    row_norms: bool = False
+    """RMSNorm over the q of all heads together, and over their k, before the rotary embedding."""
+    given_scale: float | None = None
+    """The scale, if it is not the usual one."""
 
     @property
     def scale(self) -> float:
-        """The factor on the products of queries and keys."""
-        return float(self.head_dim**-0.5)
+        """The factor on the products of queries and keys: 1 / sqrt(D) unless another is given."""
+        return float(self.head_dim**-0.5) if self.given_scale is None else self.given_scale
 
     @property
     def divided(self) -> tuple[Divided, ...]:
@@ -108,7 +121,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             active=matrices,
             vectors=self.bias * dim * (heads + 2 * kv_heads)
             + self.output_bias * hidden_size
-            + 2 * dim * self.head_norms,
+            + 2 * dim * self.head_norms
+            + dim * (heads + kv_heads) * self.row_norms,
             kv_per_token=kv_per_token(kv_heads, dim),
             widest=dim * (2 * heads + 2 * kv_heads),
         )
@@ -120,10 +134,11 @@ def kv_per_token(num_kv_heads: int, head_dim: int) -> int:
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
-    """A gated MLP: down(silu(gate x) * up x)."""
+    """A gated MLP: down(act(gate x) * up x)."""
 
     width: int
     bias: bool = False
+    activation: Activation = "silu"
 
     @property
     def divided(self) -> tuple[Divided, ...]:
@@ -142,11 +157,43 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         )
 
 
+class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """RMSNorm, alike in the whole model."""
+
+    eps: float
+    """Added to the mean square."""
+    offset: float = 0.0
+    """Added to the checkpoint's weights."""
+
+
+class LayerNorms(msgspec.Struct, frozen=True, kw_only=True):
+    """Names in the checkpoint of a layer's norms; an empty one where there is no norm.
+
+    A part x of the layer adds after(x(before(stream))) to the residual stream.
+    """
+
+    before_mixer: str = "input_layernorm"
+    after_mixer: str = ""
+    before_mlp: str = "post_attention_layernorm"
+    after_mlp: str = ""
+
+    @property
+    def count(self) -> int:
+        """The number of norms."""
+        names = (self.before_mixer, self.after_mixer, self.before_mlp, self.after_mlp)
+        return sum(name != "" for name in names)
+
+
+USUAL_NORMS = LayerNorms()
+"""The norms of Llama's layers."""
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: both parts add to the residual stream, each behind a norm."""
+    """One layer: a mixer and an MLP, which both add to the residual stream."""
 
     mixer: AttentionSpec
     mlp: MlpSpec
+    norms: LayerNorms = USUAL_NORMS
 
     @property
     def divided(self) -> tuple[Divided, ...]:
@@ -159,7 +206,7 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         Norms are counted on every rank, since every rank has them. So are the biases of projections
         to the residual stream.
         """
-        norms = LayerSize(vectors=2 * hidden_size)
+        norms = LayerSize(vectors=self.norms.count * hidden_size)
         return (
             self.mixer.size(hidden_size, num_ranks) + self.mlp.size(hidden_size, num_ranks) + norms
         )

@@ -18,7 +18,7 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.hf_config import HfConfig, read_json
-from sidestep.ipc.model.layer_spec import Divided, LayerSpec
+from sidestep.ipc.model.layer_spec import Divided, LayerSpec, NormSpec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +36,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[LayerSpec, ...]
     """The layers' specifications, the first layer first."""
     max_position_embeddings: int
-    norm_eps: float
-    """Added to the mean square in every norm."""
+    norm: NormSpec
     tie_word_embeddings: bool
+    embedding_scale: float = 1.0
+    """Factor on the embedding of each token, in the run's type."""
+    logits_softcap: float | None = None
+    """Bound c of the logits: each logit x becomes c tanh(x / c)."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
     extra: dict[str, Any] = {}

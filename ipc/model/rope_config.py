@@ -12,6 +12,8 @@ from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.model.hf_config import HfConfig, is_number
 from sidestep.ipc.model.layer_spec import RopeSpec
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Types of layers."""
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _NUMBERS: dict[str, tuple[str, ...]] = {
@@ -19,10 +21,10 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, *_OPTIONAL),
+    "longrope": ("factor", _ORIGINAL, "attention_factor"),
 }
 """Rope type -> names of the numbers that scale it."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,),
     "attn_factor": (1,),
     "extrapolation_factor": (1,),
     "finetuned": (True, False),
@@ -31,13 +33,29 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 ROPE_TYPES = tuple(_NUMBERS)
 
 
-def read_rope(config: HfConfig) -> RopeSpec:
+def read_rope(
+    config: HfConfig,
+    *,
+    layer_type: str = "",
+    theta: float = 10000.0,
+    rotated: float | None = None,
+    interleaved: bool = False,
+) -> RopeSpec:
     """Return the embedding that rope_parameters, or rope_scaling and rope_theta, describe.
+
+    layer_type: the type of layers whose embedding is read, where the file has one for each type.
+    theta: the family's default. rotated: the family's default for the rotated part of each head;
+    None if the family always rotates whole heads. interleaved: see RopeSpec.
 
     Raises EngineStartError, which names the value that is wrong or not supported.
     """
     rope = config.part("rope_parameters")
+    if layer_type in rope:
+        rope = rope[layer_type]
     given = {name: value for name, value in rope.items() if value is not None}
+    dims = _rotated_dims(config, given, 1.0 if rotated is None else rotated)
+    if rotated is None and dims is not None:
+        config.refuse("partial_rotary_factor", "must be 1 for this architecture")
     old_name, rope_type = given.pop("type", None), given.pop("rope_type", None)
     rope_type = rope_type or old_name or "default"
     if rope_type not in ROPE_TYPES:
@@ -45,14 +63,57 @@ def read_rope(config: HfConfig) -> RopeSpec:
             f"model: rope type {rope_type!r} is not supported; supported are "
             f"{', '.join(ROPE_TYPES)}"
         )
-    theta = given.pop("rope_theta", None)
-    theta = config.number("rope_theta", 10000.0) if theta is None else theta
+    stated = given.pop("rope_theta", None)
+    theta = config.number("rope_theta", theta) if stated is None else stated
     _check(config, "rope_theta", theta)
     scaling = _scaling(config, rope_type, given)
+    if rope_type == "longrope":
+        scaling |= _long_factors(config, given, dims)
     if rope_type == "yarn" and isinstance(given.get("truncate"), bool):
         scaling["truncate"] = given.pop("truncate")
     _refuse_others(config, rope_type, given)
-    return RopeSpec(theta=float(theta), rope_type=rope_type, scaling=scaling)
+    return RopeSpec(
+        theta=float(theta), rope_type=rope_type, scaling=scaling, dims=dims, interleaved=interleaved
+    )
+
+
+def read_local_rope(config: HfConfig, theta: float) -> RopeSpec:
+    """Return the embedding of the layers with a window, in a family that has two embeddings.
+
+    theta: its base in files that describe only the embedding of the other layers.
+    """
+    if SLIDING in config.part("rope_parameters"):
+        return read_rope(config, layer_type=SLIDING, theta=theta)
+    return RopeSpec(theta=theta)
+
+
+def read_head_dim(config: HfConfig) -> int:
+    """Return the size of a head."""
+    heads, hidden_size = config.whole("num_attention_heads"), config.whole("hidden_size")
+    return config.whole("head_dim", hidden_size // heads)
+
+
+def _rotated_dims(config: HfConfig, given: dict[str, Any], default: float) -> int | None:
+    """Return how many values of a head are rotated; None for all."""
+    name, head_dim = "partial_rotary_factor", read_head_dim(config)
+    older = config.get(name)
+    part = given.pop(name, older if older is not None else default)
+    if not is_number(part) or not 0 < part <= 1:
+        config.refuse(name, f"must be a number above 0 and at most 1, not {part!r}")
+    dims = int(head_dim * part)
+    if dims % 2:
+        config.refuse(name, f"{part} rotates {dims} of {head_dim} values, an odd number")
+    return None if dims == head_dim else dims
+
+
+def _long_factors(config: HfConfig, given: dict[str, Any], dims: int | None) -> dict[str, Any]:
+    """Return LongRoPE's two lists, which divide the speed of each pair."""
+    pairs = (dims or read_head_dim(config)) // 2
+    lists = {name: given.pop(name, None) for name in ("short_factor", "long_factor")}
+    for name, value in lists.items():
+        if not isinstance(value, list) or len(value) != pairs or not all(map(is_number, value)):
+            config.refuse(f"{name} of rope type 'longrope'", f"must be a list of {pairs} numbers")
+    return lists
 
 
 def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -62,7 +123,8 @@ def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[st
     scaling: dict[str, Any] = {}
     for name in _NUMBERS[rope_type]:
         value = original or length if name == _ORIGINAL else given.get(name)
-        if value is None and (name, rope_type) == ("factor", "yarn") and isinstance(original, int):
+        derived = (name, rope_type) in (("factor", "yarn"), ("factor", "longrope"))
+        if value is None and derived and isinstance(original, int):
             value = length / original
         if value is None and name not in _OPTIONAL:
             config.refuse(f"{name} of rope type {rope_type!r}", "is missing")
@@ -86,14 +148,14 @@ def _refuse_others(config: HfConfig, rope_type: str, given: dict[str, Any]) -> N
             config.refuse(f"{name} of rope type {rope_type!r}", f"is not supported ({value!r})")
 
 
-def longest_positions(config: HfConfig, rope: RopeSpec) -> int:
+def longest_positions(config: HfConfig, rope: RopeSpec | None) -> int:
     """Return the number of positions that the model is made for.
 
     YaRN stretches the length of the training by its factor. max_position_embeddings may be either
     of the two lengths, so it is used only if the user gives it.
     """
     stated = config.whole("max_position_embeddings")
-    if rope.rope_type != "yarn":
+    if rope is None or rope.rope_type != "yarn":
         return stated
     stretched = int(rope.scaling[_ORIGINAL] * rope.scaling["factor"])
     if "max_position_embeddings" not in config.overridden:

@@ -37,9 +37,39 @@ class RmsNorm:
     weight: Tensor
     eps: float
 
+    @property
+    def may_begin(self) -> bool:
+        """Whether a product before it may compute a part of it."""
+        return True
+
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., D]."""
         return rms_norm(x, self.weight, self.eps)
+
+
+class OffsetNorm(RmsNorm):
+    """A norm whose weights are float32, as sums of an offset and a checkpoint's weights.
+
+    In a narrower type the sums would lose what distinguishes them from the offset.
+    """
+
+    @property
+    def may_begin(self) -> bool:
+        """No: a product takes weights of its own type."""
+        return False
+
+
+class NoNorm(RmsNorm):
+    """No norm, where a model has none. Its weight has the stream's width, type and device."""
+
+    @property
+    def may_begin(self) -> bool:
+        """No: there is nothing to compute."""
+        return False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x."""
+        return x
 
 
 class BegunNorm(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,24 +21,25 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
         return launch(gate_up)
     gate, up = gate_up.chunk(2, -1)
-    return _silu(gate).mul_(up)
+    return by_rows(torch.ops.aten.silu.out, gate).mul_(up)
 
 
-def _silu(x: Tensor) -> Tensor:
-    """Return silu of x [T, F] on a CPU. The bits of a row do not depend on the number of rows.
+def by_rows(activation: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Return the activation of x [T, F] on a CPU. activation: an operation that takes `out`.
 
-    torch cuts a tensor into equal parts, one for each thread that has enough work. It computes the
-    last elements of a part by other instructions than the rest, so parts must end where rows end.
+    The bits of a row do not depend on the number of rows. torch cuts a tensor into equal parts, one
+    for each thread that has enough work. It computes the last elements of a part by other
+    instructions than the rest, so parts must end where rows end.
     """
     threads, rows, width = torch.get_num_threads(), x.shape[0], x.shape[1]
-    if threads == 1 or rows == 1 or x.numel() <= _SERIAL:
-        return torch.nn.functional.silu(x)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if threads == 1 or rows == 1 or x.numel() <= _SERIAL:
+        return activation(x, out=out)
     # Each thread gets the same number of rows, enough to be worth a thread. The remaining rows are
     # computed in pieces that one thread computes.
     shared = rows - rows % (threads * -(-_SERIAL // width))
     few = max(1, _SERIAL // width)
     cuts = [*([0] if shared else []), *range(shared, rows, few), rows]
     for first, last in zip(cuts, cuts[1:], strict=False):
-        torch.ops.aten.silu.out(x[first:last], out=out[first:last])
+        activation(x[first:last], out=out[first:last])
     return out

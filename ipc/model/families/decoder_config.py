@@ -15,12 +15,31 @@ import msgspec
 
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.hf_config import HfConfig
-from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec
+from sidestep.ipc.model.layer_spec import (
+    USUAL_NORMS,
+    Activation,
+    AttentionSpec,
+    LayerNorms,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+)
 from sidestep.ipc.model.model_spec import ModelSpec
-from sidestep.ipc.model.rope_config import longest_positions, read_rope
+from sidestep.ipc.model.rope_config import (
+    FULL,
+    SLIDING,
+    longest_positions,
+    read_head_dim,
+    read_rope,
+)
 
 TORCH_DTYPES = ("bfloat16", "float16", "float32")
-FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Activations that MLPs have, by their names in config.json."""
 
 
 def decoder(config: HfConfig, layers: Iterable[LayerSpec], **fields: Any) -> ModelSpec:
@@ -29,15 +48,17 @@ def decoder(config: HfConfig, layers: Iterable[LayerSpec], **fields: Any) -> Mod
     fields: of ModelSpec, which replace what is read here.
     """
     refuse_unsupported(config)
+    chosen = tuple(layers)
+    rope = next((one.mixer.rope for one in chosen if one.mixer.rope is not None), None)
     read: dict[str, Any] = {
         "path": config.path,
         "architecture": config.architecture,
         "dtype": read_dtype(config),
         "vocab_size": config.whole("vocab_size"),
         "hidden_size": config.whole("hidden_size"),
-        "layers": tuple(layers),
-        "max_position_embeddings": longest_positions(config, read_rope(config)),
-        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "layers": chosen,
+        "max_position_embeddings": longest_positions(config, rope),
+        "norm": NormSpec(eps=config.number("rms_norm_eps", 1e-6)),
         "tie_word_embeddings": config.flag("tie_word_embeddings"),
     }
     return ModelSpec(**read | fields)
@@ -52,11 +73,12 @@ def read_attention(config: HfConfig, **fields: Any) -> AttentionSpec:
     read: dict[str, Any] = {
         "num_heads": heads,
         "num_kv_heads": config.whole("num_key_value_heads", heads),
-        "head_dim": config.whole("head_dim", config.whole("hidden_size") // heads),
-        "rope": read_rope(config),
+        "head_dim": read_head_dim(config),
         "bias": bias,
         "output_bias": bias,
     }
+    if "rope" not in fields:
+        read["rope"] = read_rope(config)
     return AttentionSpec(**read | fields)
 
 
@@ -65,30 +87,43 @@ def read_mlp(config: HfConfig, **fields: Any) -> MlpSpec:
     read: dict[str, Any] = {
         "width": config.whole("intermediate_size"),
         "bias": config.flag("mlp_bias"),
+        "activation": _activation(config),
     }
     return MlpSpec(**read | fields)
 
 
-def alike(attention: AttentionSpec, mlp: MlpSpec, windows: tuple[int, ...]) -> Iterator[LayerSpec]:
+def _activation(config: HfConfig) -> Activation:
+    """Return the activation of the gate, which Gemma's files name hidden_activation."""
+    given = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    found = ACTIVATIONS.get(given) if isinstance(given, str) else None
+    if found is None:
+        raise EngineStartError(
+            f"model: hidden_act {given!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
+        )
+    return found
+
+
+def alike(
+    attention: AttentionSpec,
+    mlp: MlpSpec,
+    windows: Iterable[int],
+    norms: LayerNorms = USUAL_NORMS,
+) -> Iterator[LayerSpec]:
     """Yield layers that differ in their windows alone; 0 for full attention."""
     for window in windows:
-        yield LayerSpec(mixer=msgspec.structs.replace(attention, window=window), mlp=mlp)
+        mixer = msgspec.structs.replace(attention, window=window)
+        yield LayerSpec(mixer=mixer, mlp=mlp, norms=norms)
 
 
 def refuse_unsupported(config: HfConfig) -> None:
     """Raise EngineStartError for a field that would change the arithmetic of any decoder."""
-    if (activation := config.get("hidden_act") or "silu") not in ("silu", "swish"):
-        raise EngineStartError(
-            f"model: hidden_act {activation!r} is not supported; supported is silu"
-        )
     if quantization := config.part("quantization_config"):
         method = quantization.get("quant_method", "unknown")
         raise EngineStartError(
             f"model: quantization {method!r} is not supported; supported are unquantised weights"
         )
-    for name in ("partial_rotary_factor", "pretraining_tp"):
-        if (value := config.get(name)) not in (None, 1):
-            raise EngineStartError(f"model: {name} {value!r} is not supported; supported is 1")
+    if (value := config.get("pretraining_tp")) not in (None, 1):
+        raise EngineStartError(f"model: pretraining_tp {value!r} is not supported; supported is 1")
 
 
 def read_dtype(config: HfConfig) -> str:
@@ -102,12 +137,17 @@ def read_dtype(config: HfConfig) -> str:
     return name
 
 
-def read_windows(config: HfConfig, window: int = 0, first: int = 0) -> tuple[int, ...]:
+def read_windows(
+    config: HfConfig, window: int = 0, first: int = 0, every: int = 0
+) -> tuple[int, ...]:
     """Return the window of each layer. As in transformers, layer_types alone gives no window.
 
-    window: of the layers that layer_types names, or of those from `first` on.
+    window: of the layers that layer_types names. Without layer_types, the layers from `first` on
+    have it, without each `every`-th layer.
     """
     num_layers, kinds = config.whole("num_hidden_layers"), config.names("layer_types")
+    if every and not kinds:
+        kinds = [SLIDING if layer % every else FULL for layer in range(1, num_layers + 1)]
     for kind in kinds:
         if kind not in (FULL, SLIDING):
             raise EngineStartError(

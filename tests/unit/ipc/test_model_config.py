@@ -46,7 +46,8 @@ def read(folder: Path, changes: dict[str, Any] | None = None, **options: Any) ->
 
 def rope_of(config: EngineConfig) -> RopeSpec:
     """Return the rotary embedding, which is the same in all layers."""
-    (rope,) = {id(layer.mixer.rope): layer.mixer.rope for layer in config.spec.layers}.values()
+    rope = config.spec.layers[0].mixer.rope
+    assert rope is not None and all(layer.mixer.rope == rope for layer in config.spec.layers)
     return rope
 
 
@@ -124,32 +125,19 @@ def test_a_rotary_embedding_that_is_not_known_is_refused_by_name(
 
 def test_an_override_is_merged_into_the_object_that_the_file_has(tmp_path: Path) -> None:
     file = {"rope_theta": None, "rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}
-    rope = rope_of(read(tmp_path, file, hf_overrides={"rope_scaling": CARD}))
+
+    def merged(changes: dict[str, Any], **overrides: Any) -> RopeSpec:
+        return rope_of(read(tmp_path, changes, hf_overrides=overrides))
+
+    rope = merged(file, rope_scaling=CARD)
     assert (rope.theta, rope.rope_type, rope.scaling["factor"]) == (5000.0, "yarn", 4.0)
-    rope = (
-        read(tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_parameters": {"factor": 2.0}})
-        .spec.layers[0]
-        .mixer.rope
-    )
+    rope = merged({"rope_scaling": CARD}, rope_parameters={"factor": 2.0})
     assert rope.scaling == {"factor": 2.0, "original_max_position_embeddings": 32768}
-    rope = (
-        read(
-            tmp_path,
-            {"rope_scaling": CARD},
-            hf_overrides={"rope_scaling": {"type": "linear", "factor": 2}},
-        )
-        .spec.layers[0]
-        .mixer.rope
-    )
+    rope = merged({"rope_scaling": CARD}, rope_scaling={"type": "linear", "factor": 2})
     assert (rope.theta, rope.rope_type, rope.scaling) == (1e6, "linear", {"factor": 2})
-    rope = (
-        read(tmp_path, {"rope_scaling": CARD}, hf_overrides={"rope_scaling": None})
-        .spec.layers[0]
-        .mixer.rope
-    )
+    rope = merged({"rope_scaling": CARD}, rope_scaling=None)
     assert (rope.theta, rope.rope_type, rope.scaling) == (1e6, "default", {})
-    rope = rope_of(read(tmp_path, file, hf_overrides={"rope_theta": 7.0}))
-    assert rope.theta == 7.0
+    assert merged(file, rope_theta=7.0).theta == 7.0
 
 
 def test_an_override_counts_whatever_other_name_or_file_has_the_field(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class Sequences:
                 block_size=block_size,
                 dtype=self.dtype,
                 device=DEVICE,
-                rotary=RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE),
+                rotary=[RotaryTable(RopeSpec(theta=10000.0), dim, longest, DEVICE)],
                 norm_eps=EPS,
                 max_rows=rows,
                 queries=(1, 2, 3, 4, 5),
@@ -292,7 +292,7 @@ def test_blocks_are_copied_in_all_layers(backend: type[AttentionBackend]) -> Non
             device=DEVICE,
             max_rows=8,
             norm_eps=EPS,
-            rotary=RotaryTable(RopeSpec(theta=10000.0), 64, 64, DEVICE),
+            rotary=[RotaryTable(RopeSpec(theta=10000.0), 64, 64, DEVICE)],
         )
     )
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.layer_spec import Activation
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from tests.fakes import make_spec
@@ -149,9 +150,9 @@ def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
     )
     plain, counts = Linear.gated, list[int]()
 
-    def gated(self: Linear, x: Stream) -> Tensor:
+    def gated(self: Linear, x: Stream, activation: Activation) -> Tensor:
         counts.append(len(x.hidden))
-        return plain(self, x)
+        return plain(self, x, activation)
 
     monkeypatch.setattr(Linear, "gated", gated)
     every = logits(model, None)

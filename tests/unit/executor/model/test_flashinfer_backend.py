@@ -149,7 +149,7 @@ def make_setup(*, head_dim: int = 64, **changes: Any) -> AttentionSetup:
             block_size=16,
             dtype=torch.bfloat16,
             device=CPU,
-            rotary=rotary,
+            rotary=[rotary],
             norm_eps=1e-5,
             max_rows=2,
         ),

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sidestep.executor.attention.rotary import frequencies
+from sidestep.executor.attention.rotary import RotaryTable, frequencies, pair_order
 from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.ipc.model.hf_config import HfConfig
+from sidestep.ipc.model.layer_spec import RopeSpec
 from sidestep.ipc.model.rope_config import read_rope
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
@@ -102,6 +103,68 @@ def test_scaled_frequencies_equal_those_of_transformers(
     got, got_factor = frequencies(read_rope(HfConfig("", values)), head_dim)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert got_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("length", [4096, 131072])
+@pytest.mark.parametrize("rotated", [1.0, 0.75])
+def test_longrope_equals_that_of_transformers_for_short_and_long_texts(
+    rotated: float, length: int
+) -> None:
+    pairs = int(64 * rotated) // 2
+    values: dict[str, Any] = {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": rotated,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0 + i / pairs for i in range(pairs)],
+            "long_factor": [1.0 + 9 * i for i in range(pairs)],
+        },
+    }
+    config = Phi3Config(**copy.deepcopy(values))
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, CPU, seq_len=length)
+    got, got_factor = frequencies(read_rope(HfConfig("", values), rotated=1.0), 64, length)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert got_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("dims", [None, 16, 24])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_order_of_pairs_keeps_the_products_of_queries_and_keys(
+    dims: int | None, interleaved: bool
+) -> None:
+    """Rotating pairs where they lie equals rotating reordered values by the tables."""
+    rope = RopeSpec(theta=100.0, dims=dims, interleaved=interleaved)
+    order, rotated = pair_order(rope, 32), dims or 32
+    table = RotaryTable(rope, 32, 9, CPU)
+    inverse, _ = frequencies(rope, 32)
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 32, dtype=torch.float64)
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        """Return x [D] with its pairs turned where they lie, as complex numbers."""
+        part = x[:rotated]
+        pairs = part.view(-1, 2) if interleaved else part.view(2, -1).T
+        spun = torch.view_as_complex(pairs.contiguous()) * torch.exp(
+            1j * inverse.double() * position
+        )
+        flat = torch.view_as_real(spun)
+        return torch.cat([flat.reshape(-1) if interleaved else flat.T.reshape(-1), x[rotated:]])
+
+    def by_table(x: torch.Tensor, position: int) -> torch.Tensor:
+        first, second = (x if order is None else x[order]).view(2, 16)
+        cos, sin = table.cos[position].double(), table.sin[position].double()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin])
+
+    for at, other in ((0, 0), (3, 1), (8, 2)):
+        expected = turned(q, at) @ turned(k, other)
+        torch.testing.assert_close(
+            by_table(q, at) @ by_table(k, other), expected, rtol=1e-5, atol=1e-5
+        )
 
 
 def rank(number: int, size: int) -> Parallel:
