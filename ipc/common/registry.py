@@ -19,20 +19,28 @@ class Family(NamedTuple):
     """Model class, which workers build."""
 
 
-def _family(name: str, model: str = "decoder:DecoderForCausalLM") -> Family:
-    """Return the family that ipc/model/families/<name>.py reads.
+def _family(spec: str, model: str = "decoder:DecoderForCausalLM") -> Family:
+    """Return the family of a "file:function" in ipc/model/families.
 
     model: "file:class" in executor/models; the decoder that builds whatever the spec says, unless
     the family's checkpoints name or lay out their weights in another way.
     """
-    return Family(f"sidestep.ipc.model.families.{name}:{name}", f"sidestep.executor.models.{model}")
+    return Family(f"sidestep.ipc.model.families.{spec}", f"sidestep.executor.models.{model}")
 
 
 MODELS: dict[str, Family] = {
-    "LlamaForCausalLM": _family("llama"),
-    "MistralForCausalLM": _family("mistral"),
-    "Qwen2ForCausalLM": _family("qwen2"),
-    "Qwen3ForCausalLM": _family("qwen3"),
+    "Gemma3ForCausalLM": _family("gemma3:gemma3"),
+    "Glm4ForCausalLM": _family("glm:glm4", "glm:GlmForCausalLM"),
+    "GlmForCausalLM": _family("glm:glm", "glm:GlmForCausalLM"),
+    "LlamaForCausalLM": _family("llama:llama"),
+    "MistralForCausalLM": _family("mistral:mistral"),
+    "Olmo2ForCausalLM": _family("olmo2:olmo2"),
+    "Olmo3ForCausalLM": _family("olmo3:olmo3"),
+    "Phi3ForCausalLM": _family("phi3:phi3", "phi3:Phi3ForCausalLM"),
+    "Qwen2ForCausalLM": _family("qwen2:qwen2"),
+    "Qwen3ForCausalLM": _family("qwen3:qwen3"),
+    "SeedOssForCausalLM": _family("seed_oss:seed_oss"),
+    "SmolLM3ForCausalLM": _family("smollm3:smollm3"),
 }
 """Hugging Face architecture name -> its family."""
 

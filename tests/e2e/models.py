@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 RandomModel = Callable[[str], tuple[str, PreTrainedModel]]
@@ -81,6 +89,40 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2-window": lambda: _of(
         Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
+    "gemma3": lambda: _of(
+        Gemma3TextConfig,
+        head_dim=16,
+        sliding_window=16,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"]
+        + ["sliding_attention"],
+        query_pre_attn_scalar=24,
+        tie_word_embeddings=True,
+        final_logit_softcapping=30.0,
+        rope_parameters={
+            "sliding_attention": rope("default"),
+            "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "glm": lambda: _of(GlmConfig, head_dim=16, attention_bias=True),
+    "glm4": lambda: _of(Glm4Config, head_dim=24, partial_rotary_factor=0.5),
+    "olmo2": lambda: _of(Olmo2Config),
+    "olmo3": lambda: _of(Olmo3Config, sliding_window=16, num_hidden_layers=4),
+    "phi3-window": lambda: _of(Phi3Config, sliding_window=24),
+    "phi4-longrope": lambda: _of(
+        Phi3Config,
+        partial_rotary_factor=0.5,
+        original_max_position_embeddings=512,  # as many as an engine has: the list for short texts
+        rope_parameters=rope(
+            "longrope",
+            attention_factor=1.2,
+            short_factor=[1.0, 1.1, 1.3],
+            long_factor=[1.0, 2.0, 4.5],
+            partial_rotary_factor=0.5,
+        ),
+    ),
+    "seed-oss": lambda: _of(SeedOssConfig, head_dim=16, attention_bias=True),
+    "smollm3": lambda: _of(SmolLM3Config, no_rope_layer_interval=2),
     "qwen3-tied": lambda: _of(Qwen3Config, head_dim=32, tie_word_embeddings=True),
 }
 

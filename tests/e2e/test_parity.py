@@ -33,7 +33,9 @@ def engine_tokens(
         return [out.outputs[0].token_ids for out in llm.generate(prompts, params, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3-tied", "gemma3", "olmo3"]
+)
 def test_each_architecture_equals_transformers_in_a_mixed_batch(
     family: str, random_model: RandomModel
 ) -> None:
@@ -92,7 +94,16 @@ def test_64_requests_equal_transformers_however_they_are_run(
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("llama-mqa-odd-sizes", 2), ("llama-biases", 2), ("qwen3-tied", 2), ("llama-gqa", 4)],
+    [
+        ("llama-mqa-odd-sizes", 2),
+        ("llama-biases", 2),
+        ("qwen3-tied", 2),
+        ("llama-gqa", 4),
+        ("gemma3", 2),
+        ("glm4", 2),
+        ("olmo2", 4),
+        ("phi3-window", 2),
+    ],
 )
 def test_several_ranks_equal_transformers(
     family: str, ranks: int, random_model: RandomModel

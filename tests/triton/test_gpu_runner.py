@@ -96,6 +96,18 @@ def test_steps_give_what_they_give_on_a_cpu(
     compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo3", "glm4"])
+def test_families_whose_layers_differ_from_llamas(family: str, tmp_path: Path) -> None:
+    """Cover norms after products, none before them, windows with another rope, and GELU."""
+    types = {"layer_types": ["sliding_attention", "full_attention"]}
+    changes = {} if family == "glm4" else types
+    path = write_model(family, tmp_path, num_hidden_layers=2, **changes)
+    with standing_in():
+        made = GpuRunner(worker_args(path))
+    steps = [step for step, _ in schedule(mixed_requests()[:3], 12, 16)]
+    compare(made, path, steps)
+
+
 def test_a_copied_block_and_another_token_than_the_sampled_one(
     runner: GpuRunner, model: str
 ) -> None:

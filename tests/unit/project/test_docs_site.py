@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scripts.docs_site import BrokenDocs, check_site, copy_docs
+from sidestep.ipc.common import registry
 from tests import pages
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -94,6 +95,11 @@ def test_the_architecture_page_has_each_folder_of_the_code() -> None:
     code = [file for folder in FOLDERS[:5] for file in (ROOT / folder).rglob("*.*")]
     folders = {file.parent.relative_to(ROOT).as_posix() for file in code if file.is_file()}
     assert {name for name in folders if "__pycache__" not in name} <= set(_folders_of(text))
+
+
+def test_the_page_of_models_has_each_architecture_once() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", pages.text_of("models.md"), re.MULTILINE)
+    assert rows == sorted(registry.MODELS, key=str.lower)
 
 
 def _folders_of(text: str) -> list[str]:
