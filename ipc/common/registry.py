@@ -29,6 +29,7 @@ def _family(spec: str, model: str = "decoder:DecoderForCausalLM") -> Family:
 
 
 MODELS: dict[str, Family] = {
+    "Exaone4ForCausalLM": _family("exaone4:exaone4"),
     "Gemma3ForCausalLM": _family("gemma3:gemma3"),
     "Glm4ForCausalLM": _family("glm:glm4", "glm:GlmForCausalLM"),
     "GlmForCausalLM": _family("glm:glm", "glm:GlmForCausalLM"),

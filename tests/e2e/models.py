@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
@@ -88,6 +89,10 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": lambda: _of(Qwen2Config),
     "qwen2-window": lambda: _of(
         Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "exaone4": lambda: _of(Exaone4Config, head_dim=12, sliding_window=16, sliding_window_pattern=3),
+    "exaone4-no-windows": lambda: _of(
+        Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3
     ),
     "gemma3": lambda: _of(
         Gemma3TextConfig,
