@@ -10,9 +10,10 @@ from __future__ import annotations
 import abc
 import json
 import zlib
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -41,30 +42,86 @@ class Weights(abc.ABC):
         """Return the named tensor of this whole shape, or only some rows or columns of it."""
 
 
-class SafetensorsWeights(Weights):
-    """A folder with safetensors files. A context manager.
+class Part(Protocol):
+    """A tensor in a file, of which slices can be read."""
 
-    It has model.safetensors, or several files and model.safetensors.index.json.
+    def get_shape(self) -> Sequence[int]:
+        """Return the shape of the whole tensor."""
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """Return the elements that the index selects."""
+
+
+class OpenFile(Protocol):
+    """An open file of weights."""
+
+    def keys(self) -> Iterable[str]:
+        """Return the names of its tensors."""
+
+    def get_slice(self, name: str) -> Part:
+        """Return one of its tensors."""
+
+
+class CheckpointWeights(Weights):
+    """A folder with files of weights. A context manager.
+
+    It has one file, or several files and an index.
     """
+
+    kind: str
+    """The kind of the files, for messages."""
+    whole_file: str
+    """Name of the only file; the index has this name and `.index.json`."""
+    pattern: str
+    """Pattern of the files' names in a folder that has neither."""
 
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._files = ExitStack()
-        self._handle_of: dict[str, Any] = {}
-        for file in _files_of(Path(folder)):
-            try:
-                handle = self._files.enter_context(safe_open(file, framework="pt"))
-            except Exception as error:  # the library raises its own and the system's
-                raise EngineStartError(
-                    f"model: {file} cannot be read as safetensors: {error}"
-                ) from None
+        self._handle_of: dict[str, OpenFile] = {}
+        for file in self._files_of(Path(folder)):
+            handle = self._open(file)
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle
         self._names: dict[str, str] = {}
         """Other names of tensors -> their names in the files."""
         self._unused = set(self._handle_of)
 
-    def __enter__(self) -> SafetensorsWeights:
+    @abc.abstractmethod
+    def _open(self, file: Path) -> OpenFile:
+        """Return the open file. Raises EngineStartError for one that cannot be read."""
+
+    @classmethod
+    def is_in(cls, folder: Path) -> bool:
+        """Return whether a folder has weights of this kind."""
+        index = folder / f"{cls.whole_file}.index.json"
+        return index.exists() or any(folder.glob(cls.pattern))
+
+    @classmethod
+    def _files_of(cls, folder: Path) -> list[Path]:
+        """Return the files that the index names.
+
+        Without an index, it is the only file; without that, all files of the pattern.
+        """
+        index = folder / f"{cls.whole_file}.index.json"
+        if index.exists():
+            names = _names_in(index)
+            missing = [n for n in names if not (folder / n).exists()]
+            if missing:
+                raise EngineStartError(
+                    f"model: {folder} lacks {', '.join(missing)}, which its index names"
+                )
+            return [folder / n for n in names]
+        if (folder / cls.whole_file).exists():
+            return [folder / cls.whole_file]
+        files = sorted(folder.glob(cls.pattern))
+        if not files:
+            raise EngineStartError(
+                f"model: {folder} has no {cls.kind} files (load_format 'dummy' needs none)"
+            )
+        return files
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,6 +192,21 @@ class SafetensorsWeights(Weights):
             )
 
 
+class SafetensorsWeights(CheckpointWeights):
+    """A folder with safetensors files."""
+
+    kind, whole_file, pattern = "safetensors", "model.safetensors", "*.safetensors"
+
+    def _open(self, file: Path) -> OpenFile:
+        try:
+            handle: OpenFile = self._files.enter_context(safe_open(file, framework="pt"))
+        except Exception as error:  # the library raises its own and the system's
+            raise EngineStartError(
+                f"model: {file} cannot be read as safetensors: {error}"
+            ) from None
+        return handle
+
+
 class DummyWeights(Weights):
     """Random weights, the same for any number of ranks.
 
@@ -174,30 +246,6 @@ class NoWeights(Weights):
         if columns is not None:
             shape = (shape[0], len(columns))
         return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-
-def _files_of(folder: Path) -> list[Path]:
-    """Return the files that the index names.
-
-    Without an index, it is model.safetensors; without that, all safetensors files of the folder.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = _names_in(index)
-        missing = [n for n in names if not (folder / n).exists()]
-        if missing:
-            raise EngineStartError(
-                f"model: {folder} lacks {', '.join(missing)}, which its index names"
-            )
-        return [folder / n for n in names]
-    if (folder / "model.safetensors").exists():
-        return [folder / "model.safetensors"]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise EngineStartError(
-            f"model: {folder} has no safetensors files (load_format 'dummy' needs none)"
-        )
-    return files
 
 
 def _names_in(index: Path) -> list[str]:

@@ -9,7 +9,12 @@ import torch
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
-from sidestep.executor.layers.weight_loader import DummyWeights, NoWeights, SafetensorsWeights
+from sidestep.executor.layers.weight_loader import (
+    CheckpointWeights,
+    DummyWeights,
+    NoWeights,
+    SafetensorsWeights,
+)
 from sidestep.executor.models.decoder import (
     DecoderForCausalLM,
     distinct_ropes,
@@ -113,7 +118,7 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
 
 
 def tie_as_found(
-    spec: ModelSpec, weights: SafetensorsWeights, stage: Stage, *, tells: bool
+    spec: ModelSpec, weights: CheckpointWeights, stage: Stage, *, tells: bool
 ) -> ModelSpec:
     """Return the spec of a model with a tied head, changed to fit the checkpoint.
 
