@@ -25,7 +25,7 @@ from sidestep.ipc.model.speculative_config import SpeculativeConfig
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 
 
@@ -63,7 +63,10 @@ class ModelConfig(Options):
         parse=parse_length,
     )
     load_format: str = option(
-        "auto", "'dummy' gives random weights without reading any.", choices=LOAD_FORMATS
+        "auto",
+        "Files that weights are read from: 'auto' takes safetensors where the folder has them, "
+        "else pytorch_model.bin ('pt'). 'dummy' gives random weights without reading any.",
+        choices=LOAD_FORMATS,
     )
     dummy_seed: int = option(0, "Seed of the weights that load_format 'dummy' makes.")
     hf_overrides: dict[str, Any] | None = option(

@@ -71,7 +71,9 @@ class CheckpointWeights(Weights):
     kind: str
     """The kind of the files, for messages."""
     whole_file: str
-    """Name of the only file; the index has this name and `.index.json`."""
+    """Name of the file with all weights."""
+    index: str
+    """Name of the file that says which file has which tensor."""
     pattern: str
     """Pattern of the files' names in a folder that has neither."""
 
@@ -92,18 +94,12 @@ class CheckpointWeights(Weights):
         """Return the open file. Raises EngineStartError for one that cannot be read."""
 
     @classmethod
-    def is_in(cls, folder: Path) -> bool:
-        """Return whether a folder has weights of this kind."""
-        index = folder / f"{cls.whole_file}.index.json"
-        return index.exists() or any(folder.glob(cls.pattern))
-
-    @classmethod
     def _files_of(cls, folder: Path) -> list[Path]:
         """Return the files that the index names.
 
-        Without an index, it is the only file; without that, all files of the pattern.
+        Without an index, it is the whole file; without that, all files of the pattern.
         """
-        index = folder / f"{cls.whole_file}.index.json"
+        index = folder / cls.index
         if index.exists():
             names = _names_in(index)
             missing = [n for n in names if not (folder / n).exists()]
@@ -114,12 +110,7 @@ class CheckpointWeights(Weights):
             return [folder / n for n in names]
         if (folder / cls.whole_file).exists():
             return [folder / cls.whole_file]
-        files = sorted(folder.glob(cls.pattern))
-        if not files:
-            raise EngineStartError(
-                f"model: {folder} has no {cls.kind} files (load_format 'dummy' needs none)"
-            )
-        return files
+        return sorted(folder.glob(cls.pattern))
 
     def __enter__(self) -> Self:
         return self
@@ -195,7 +186,8 @@ class CheckpointWeights(Weights):
 class SafetensorsWeights(CheckpointWeights):
     """A folder with safetensors files."""
 
-    kind, whole_file, pattern = "safetensors", "model.safetensors", "*.safetensors"
+    kind, pattern = "safetensors", "*.safetensors"
+    whole_file, index = "model.safetensors", "model.safetensors.index.json"
 
     def _open(self, file: Path) -> OpenFile:
         try:

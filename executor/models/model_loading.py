@@ -9,12 +9,8 @@ import torch
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
-from sidestep.executor.layers.weight_loader import (
-    CheckpointWeights,
-    DummyWeights,
-    NoWeights,
-    SafetensorsWeights,
-)
+from sidestep.executor.layers.checkpoints import open_checkpoint
+from sidestep.executor.layers.weight_loader import CheckpointWeights, DummyWeights, NoWeights
 from sidestep.executor.models.decoder import (
     DecoderForCausalLM,
     distinct_ropes,
@@ -92,7 +88,7 @@ def load_model(
         return build(spec, NoWeights(dtype, device), parallel, stage)
     if args.model.load_format == "dummy":
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
-    with SafetensorsWeights(spec.path, dtype, device) as weights:
+    with open_checkpoint(spec.path, args.model.load_format, dtype, device) as weights:
         if spec.tie_word_embeddings:
             spec = tie_as_found(spec, weights, stage, tells=args.rank_in_stage == 0)
         model: DecoderForCausalLM = build(spec, weights, parallel, stage)

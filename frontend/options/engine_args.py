@@ -25,7 +25,7 @@ from sidestep.ipc.config_sections import (
     SchedulerConfig,
 )
 from sidestep.ipc.model.generation_config import read_tokenizer_eos
-from sidestep.ipc.model.model_spec import load_model_spec, resolve_model_path
+from sidestep.ipc.model.model_spec import TOKENIZER_FILES, load_model_spec, resolve_model_path
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class EngineArgs(
         if self.tokenizer is None:
             return None if self.skip_tokenizer_init else path
         try:
-            return resolve_model_path(self.tokenizer)
+            return resolve_model_path(self.tokenizer, files=TOKENIZER_FILES)
         except EngineStartError as error:
             # The message begins with the option's name, and the option is not the model here.
             raise EngineStartError(f"tokenizer: {str(error).partition(': ')[2]}") from None

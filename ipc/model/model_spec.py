@@ -58,7 +58,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(one for layer in self.layers for one in layer.divided))
 
 
-_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Patterns of a tokenizer's files, and of the small files beside them."""
+_FILES = (*TOKENIZER_FILES, "*.safetensors")
+_OTHER_WEIGHTS = "pytorch_model*.bin"
+"""Files of weights that are fetched where there are no safetensors."""
 
 
 def resolve_model_path(
@@ -66,7 +70,8 @@ def resolve_model_path(
 ) -> str:
     """Return the local folder for a folder's path or a hub name.
 
-    A hub name's files that match `files` are fetched, where a hub is reachable. Raises
+    A hub name's files that match `files` are fetched, where a hub is reachable. If they include
+    weights and the hub has no safetensors, the weights in pytorch_model.bin are fetched. Raises
     EngineStartError.
     """
     if os.path.isdir(model):
@@ -78,7 +83,13 @@ def resolve_model_path(
     from huggingface_hub import snapshot_download
 
     try:
-        return str(snapshot_download(model, revision=revision, allow_patterns=list(files)))
+        path = snapshot_download(model, revision=revision, allow_patterns=list(files))
+        if "*.safetensors" in files and not any(Path(path).glob("*.safetensors")):
+            # Files that are there are not fetched again.
+            path = snapshot_download(
+                model, revision=revision, allow_patterns=[*files, _OTHER_WEIGHTS]
+            )
+        return str(path)
     except Exception as error:  # the hub client raises many types, all meaning the same to the user
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise EngineStartError(

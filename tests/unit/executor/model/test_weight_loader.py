@@ -3,57 +3,80 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import DummyWeights, SafetensorsWeights
+from sidestep.executor.layers.checkpoints import TorchWeights, open_checkpoint
+from sidestep.executor.layers.weight_loader import (
+    CheckpointWeights,
+    DummyWeights,
+    SafetensorsWeights,
+)
 from sidestep.ipc.common.errors import EngineStartError
 
 CPU = torch.device("cpu")
+Kind = type[CheckpointWeights]
+KINDS: list[Kind] = [SafetensorsWeights, TorchWeights]
 
 
 def tensors() -> dict[str, Tensor]:
     return {"a.weight": torch.arange(24.0).view(6, 4), "b.weight": torch.arange(8.0).view(2, 4)}
 
 
-def write(folder: Path, shards: int = 1) -> str:
+def save(kind: Kind, tensors: dict[str, Tensor], file: Path) -> None:
+    if kind is TorchWeights:
+        torch.save(tensors, file)
+    else:
+        save_file(tensors, file)
+
+
+def write(folder: Path, kind: Kind = SafetensorsWeights, shards: int = 1) -> str:
     if shards == 1:
-        save_file(tensors(), folder / "model.safetensors")
+        save(kind, tensors(), folder / kind.whole_file)
         return str(folder)
     weight_map = {}
+    stem, _, ending = kind.whole_file.partition(".")
     for i, (name, tensor) in enumerate(tensors().items()):
-        file = f"model-{i + 1:05}-of-00002.safetensors"
-        save_file({name: tensor}, folder / file)
+        file = f"{stem}-{i + 1:05}-of-00002.{ending}"
+        save(kind, {name: tensor}, folder / file)
         weight_map[name] = file
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": weight_map})
-    )
+    (folder / kind.index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return str(folder)
 
 
+def opened(
+    folder: str, dtype: torch.dtype = torch.float32, load_format: str = "auto"
+) -> CheckpointWeights:
+    return open_checkpoint(folder, load_format, dtype, CPU)
+
+
 def load(
-    folder: str, use: Callable[[SafetensorsWeights], object], dtype: torch.dtype = torch.float32
+    folder: str, use: Callable[[CheckpointWeights], object], dtype: torch.dtype = torch.float32
 ) -> None:
-    with SafetensorsWeights(folder, dtype, CPU) as weights:
+    with opened(folder, dtype) as weights:
         use(weights)
         weights.finish()
 
 
-def take_all(weights: SafetensorsWeights) -> None:
+def take_all(weights: CheckpointWeights) -> None:
     weights.get("a.weight", (6, 4))
     weights.get("b.weight", (2, 4))
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_whole_tensors_rows_and_columns(tmp_path: Path, shards: int) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_tensors_rows_and_columns(tmp_path: Path, kind: Kind, shards: int) -> None:
     whole = tensors()["a.weight"]
-    with SafetensorsWeights(write(tmp_path, shards), torch.float32, CPU) as weights:
+    with opened(write(tmp_path, kind, shards)) as weights:
+        assert type(weights) is kind
         assert torch.equal(weights.get("a.weight", (6, 4)), whole)
         assert torch.equal(weights.get("a.weight", (6, 4), rows=range(2, 5)), whole[2:5])
         columns = weights.get("a.weight", (6, 4), columns=range(1, 3))
@@ -62,27 +85,31 @@ def test_whole_tensors_rows_and_columns(tmp_path: Path, shards: int) -> None:
         assert weights.get("a.weight", (6, 4), rows=range(6, 6)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_take_the_type_of_the_run(tmp_path: Path, dtype: torch.dtype) -> None:
-    with SafetensorsWeights(write(tmp_path), dtype, CPU) as weights:
+def test_weights_take_the_type_of_the_run(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
+    with opened(write(tmp_path, kind), dtype) as weights:
         assert weights.get("b.weight", (2, 4)).dtype == dtype
 
 
-def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_tensor_is_named(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(EngineStartError, match=r"lacks c\.weight"):
-        load(write(tmp_path), lambda weights: weights.get("c.weight", (1,)))
+        load(write(tmp_path, kind), lambda weights: weights.get("c.weight", (1,)))
 
 
-def test_an_unexpected_tensor_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unexpected_tensor_is_named(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(EngineStartError, match=r"has b\.weight, which"):
-        load(write(tmp_path), lambda weights: weights.get("a.weight", (6, 4)))
+        load(write(tmp_path, kind), lambda weights: weights.get("a.weight", (6, 4)))
 
 
-def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path, kind: Kind) -> None:
     with pytest.raises(
         EngineStartError, match=re.escape("a.weight has shape [6, 4]") + ".*" + re.escape("[6, 5]")
     ):
-        load(write(tmp_path), lambda weights: weights.get("a.weight", (6, 5)))
+        load(write(tmp_path, kind), lambda weights: weights.get("a.weight", (6, 5)))
 
 
 def test_what_follows_from_the_config_may_be_there(tmp_path: Path) -> None:
@@ -95,36 +122,132 @@ def test_what_follows_from_the_config_may_be_there(tmp_path: Path) -> None:
         tmp_path / "model.safetensors",
     )
 
-    def use(weights: SafetensorsWeights) -> None:
+    def use(weights: CheckpointWeights) -> None:
         take_all(weights)
         weights.ignore("lm_head.weight")
 
     load(str(tmp_path), use)
 
 
-def test_an_empty_folder_says_so(tmp_path: Path) -> None:
-    with pytest.raises(EngineStartError, match="no safetensors files"):
-        load(str(tmp_path), take_all)
+@pytest.mark.parametrize(
+    ("load_format", "names"),
+    [
+        ("auto", "no safetensors nor pytorch_model.bin files"),
+        ("safetensors", "no safetensors files"),
+        ("pt", "no pytorch_model.bin files"),
+    ],
+)
+def test_an_empty_folder_says_so(tmp_path: Path, load_format: str, names: str) -> None:
+    with pytest.raises(EngineStartError, match=names):
+        opened(str(tmp_path), load_format=load_format)
 
 
-def test_a_shard_that_is_not_there_is_named(tmp_path: Path) -> None:
-    folder = write(tmp_path, 2)
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(EngineStartError, match=r"lacks model-00002-of-00002\.safetensors"):
+def test_safetensors_come_first_and_a_format_may_be_asked_for(tmp_path: Path) -> None:
+    write(tmp_path)
+    folder = write(tmp_path, TorchWeights)
+    kinds = [type(opened(folder, load_format=one)) for one in ("auto", "safetensors", "pt")]
+    assert kinds == [SafetensorsWeights, SafetensorsWeights, TorchWeights]
+
+
+def test_the_index_of_files_that_were_not_fetched_does_not_count(tmp_path: Path) -> None:
+    folder = write(tmp_path, SafetensorsWeights, 2)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(EngineStartError, match=r"lacks model-00001-of-00002\.safetensors, model-0"):
+        opened(folder)
+    assert type(opened(write(tmp_path, TorchWeights))) is TorchWeights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_that_is_not_there_is_named(tmp_path: Path, kind: Kind) -> None:
+    folder = write(tmp_path, kind, 2)
+    (gone,) = tmp_path.glob("*-00002-of-00002.*")
+    gone.unlink()
+    with pytest.raises(EngineStartError, match=f"lacks {gone.name}"):
         load(folder, take_all)
 
 
-def test_a_broken_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(EngineStartError, match=r"model\.safetensors cannot be read"):
-        load(str(tmp_path), take_all)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_file_is_named(tmp_path: Path, kind: Kind) -> None:
+    write(tmp_path, kind)
+    whole = (tmp_path / kind.whole_file).read_bytes()
+    for content in (b"not a checkpoint", b"", whole[: len(whole) // 2]):
+        (tmp_path / kind.whole_file).write_bytes(content)
+        with pytest.raises(EngineStartError, match=rf"{kind.whole_file} cannot be read") as caught:
+            load(str(tmp_path), take_all)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": []}'])
-def test_a_broken_index_is_named(tmp_path: Path, content: str) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(EngineStartError, match=r"model\.safetensors\.index\.json"):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_broken_index_is_named(tmp_path: Path, kind: Kind, content: str) -> None:
+    (tmp_path / kind.index).write_text(content)
+    with pytest.raises(EngineStartError, match=re.escape(kind.index)):
         load(str(tmp_path), take_all)
+
+
+class Intruder:
+    """An object whose unpickling runs code: it makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_that_would_run_code_is_refused_and_does_not(tmp_path: Path, zipped: bool) -> None:
+    made = tmp_path / "made"
+    torch.save(
+        {**tensors(), "c.weight": Intruder(made)},
+        tmp_path / "pytorch_model.bin",
+        _use_new_zipfile_serialization=zipped,
+    )
+    with pytest.raises(
+        EngineStartError,
+        match=r"pytorch_model\.bin holds a Python object \(\w+\.mkdir\) beside tensors, which",
+    ) as caught:
+        load(str(tmp_path), take_all)
+    assert "\n" not in str(caught.value) and not made.exists()
+
+
+@pytest.mark.parametrize("content", [[1], {"state_dict": {}}, {3: torch.ones(1)}], ids=str)
+def test_a_file_of_other_things_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    with pytest.raises(EngineStartError, match="not hold a dict of tensors by their names alone"):
+        load(str(tmp_path), take_all)
+
+
+def test_files_of_old_torch_versions_and_parameters_are_read(tmp_path: Path) -> None:
+    """Such files are no zip archives, and some hold parameters in place of tensors."""
+    parameters = {name: torch.nn.Parameter(value) for name, value in tensors().items()}
+    torch.save(parameters, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    with opened(str(tmp_path)) as weights:
+        found = weights.get("a.weight", (6, 4))
+        assert torch.equal(found, tensors()["a.weight"]) and not found.requires_grad
+        found.copy_(torch.zeros(6, 4))
+
+
+def test_other_files_of_torch_beside_the_model_are_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, TorchWeights)
+    torch.save(Intruder(tmp_path / "made"), tmp_path / "training_args.bin")
+    load(folder, take_all)
+
+
+def test_the_rows_of_a_rank_do_not_keep_the_whole_tensor(tmp_path: Path) -> None:
+    with opened(write(tmp_path, TorchWeights)) as weights:
+        rows = weights.get("a.weight", (6, 4), rows=range(2, 3))
+    assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_tensors_are_found(tmp_path: Path, kind: Kind) -> None:
+    one = torch.rand(5000, 2)
+    found = {"a": one, "b": one.clone(), "c": one + (torch.arange(5000) == 4999)[:, None]}
+    save(kind, found, tmp_path / kind.whole_file)
+    with opened(str(tmp_path)) as weights:
+        assert weights.are_equal("a", "b") and not weights.are_equal("a", "c")
 
 
 def test_other_safetensors_beside_the_model_are_not_read(tmp_path: Path) -> None:
