@@ -135,6 +135,15 @@ def state_folder_of_environment() -> Path | None:
     return Path(home, ".local", "state", "sidestep") if os.path.isabs(home) else None
 
 
+def cache_folder_of_environment() -> Path | None:
+    """Return the folder for files that can be made again. None without a home folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # the XDG specification ignores relative ones
+        return Path(base) / "sidestep"
+    home = os.path.expanduser("~")
+    return Path(home, ".cache", "sidestep") if os.path.isabs(home) else None
+
+
 def colours_of_environment() -> bool:
     """Return whether a terminal may have colours.
 

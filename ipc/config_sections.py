@@ -26,6 +26,7 @@ DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+TOKENIZER_MODES = ("auto", "hf")
 DEVICES = ("auto", "cpu", "cuda", "fake")
 
 
@@ -48,6 +49,13 @@ class ModelConfig(Options):
     )
     tokenizer: str | None = option(
         None, "Folder or hub name of the tokenizer; the model's own if not given."
+    )
+    tokenizer_mode: str = option(
+        "auto",
+        "'auto' reads tokenizer.json; a tokenizer of another kind (SentencePiece, tiktoken and "
+        "others) is converted once by transformers. 'hf' takes every tokenizer as transformers "
+        "reads it.",
+        choices=TOKENIZER_MODES,
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     dtype: str = option(

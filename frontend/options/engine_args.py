@@ -12,6 +12,7 @@ import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
+from sidestep.frontend.input.tokenizer_files import tokenizer_folder
 from sidestep.frontend.options.option_flags import add_option_flags, option_values
 from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import EngineStartError
@@ -68,9 +69,17 @@ class EngineArgs(
         )
 
     def _tokenizer_path(self, path: str) -> str | None:
-        """Return the tokenizer's folder; None without a tokenizer. path: the model's folder."""
+        """Return the folder of the tokenizer's tokenizer.json; None without a tokenizer.
+
+        path: the model's folder.
+        """
+        if self.skip_tokenizer_init:
+            return None
+        return tokenizer_folder(self._tokenizer_source(path), self.tokenizer_mode)
+
+    def _tokenizer_source(self, path: str) -> str:
         if self.tokenizer is None:
-            return None if self.skip_tokenizer_init else path
+            return path
         try:
             return resolve_model_path(self.tokenizer, files=TOKENIZER_FILES)
         except EngineStartError as error:

@@ -60,6 +60,9 @@ EXECUTORS: dict[str, str] = {
 }
 """Name -> how the core reaches its workers."""
 
+TOKENIZER_CONVERTER = "sidestep.executor.processes.tokenizer_converter:main"
+"""The process that converts a tokenizer to tokenizer.json, with transformers."""
+
 ATTENTION_BACKENDS: dict[str, str] = {
     "flashinfer": "sidestep.executor.attention.flashinfer_backend:FlashInferAttention",
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",

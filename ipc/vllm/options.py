@@ -54,10 +54,6 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "config_format": Foreign(
         "only the Hugging Face layout is read: a folder with config.json", ("auto", "hf")
     ),
-    "tokenizer_mode": Foreign(
-        "the model's tokenizer.json is read with the library `tokenizers`; leave it out",
-        ("auto", "hf"),
-    ),
     "tokenizer_revision": Foreign(
         "give a local folder as tokenizer, or leave it out; `revision` is the model's"
     ),
