@@ -56,6 +56,8 @@ _SLICES = [
 A string that may go on for n characters allows all shorter tokens, so that with many lengths few of
 the tokens are looked at one by one.
 """
+_MOST_REASON = 120
+"""Characters of the library's message that a refusal shows."""
 _ACCOUNTS = 1024
 """Number of grammars for which the time of their masks is remembered."""
 _USES = 256
@@ -213,7 +215,8 @@ class Grammars:
                     -(-self._vocab_size // 32), self._executor, self._num_workers
                 )
         except Exception as error:  # the library raises nothing more special
-            self._problem = f"the model's tokenizer cannot be used for grammars: {error}"
+            reason = f"{error}".partition("\n")[0][:_MOST_REASON]  # it may show all its settings
+            self._problem = f"the model's tokenizer cannot be used for grammars: {reason}"
 
     # Compiling.
 

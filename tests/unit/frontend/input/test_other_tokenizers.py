@@ -5,9 +5,7 @@ They are converted, and then give the tokens and texts of their own libraries.
 
 from __future__ import annotations
 
-import base64
 import importlib.util
-import io
 import json
 import random
 import shutil
@@ -16,27 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import models, pre_tokenizers, trainers
 
 from sidestep import DEFAULT_MODEL, EngineStartError
 from sidestep.executor.processes.tokenizer_converter import convert, is_tiktoken
 from sidestep.frontend.input import tokenizer_files
-from sidestep.frontend.input.token_alphabet import byte_characters
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.input.tokenizer_files import tokenizer_folder
 from sidestep.frontend.output.detokenizer import Detokenizer
+from tests.other_tokenizers import PLAIN, train, train_tiktoken
 
-LINES = [
-    line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if line.strip()
-] * 4
-PLAIN = {
-    "byte_fallback": True,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "user_defined_symbols": ["<|im_start|>"],
-}
-"""Settings like those of Llama and Mistral."""
 KINDS: dict[str, dict[str, Any]] = {
     "bpe": {"model_type": "bpe", **PLAIN},
     "unigram": {"model_type": "unigram", **PLAIN},
@@ -53,53 +39,6 @@ TEXTS = [
 ]
 READABLE = [text for text in TEXTS if text.isascii() and "<|" not in text]
 """Texts that a vocabulary without bytes and without added tokens has tokens for."""
-
-
-def train(folder: Path, **settings: Any) -> Any:
-    """Write a SentencePiece model alone, and return its own reader."""
-    library = pytest.importorskip("sentencepiece")
-    model = io.BytesIO()
-    library.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
-        model_writer=model,
-        vocab_size=400,
-        minloglevel=2,
-        num_threads=1,
-        **settings,
-    )
-    (folder / "tokenizer.model").write_bytes(model.getvalue())
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    return library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-
-
-def train_tiktoken(folder: Path) -> dict[bytes, int]:
-    """Write a vocabulary in tiktoken's form, and return the ranks of its tokens."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    fast.train_from_iterator(
-        LINES,
-        trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=alphabet),
-    )
-    characters = byte_characters()
-    ranks = {
-        bytes(characters[character] for character in token): rank
-        for token, rank in fast.get_vocab().items()
-    }
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
-    (folder / "tokenizer.model").write_text("\n".join(lines))
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": "<|end|>",
-                "added_tokens_decoder": {"400": {"content": "<|end|>", "special": True}},
-                "chat_template": "{{ messages[0].content }}{{ eos_token }}",
-            }
-        )
-    )
-    return ranks
 
 
 Make = Callable[[str], tuple[Tokenizer, Any]]
