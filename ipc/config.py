@@ -49,6 +49,8 @@ class EngineConfig:
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
+    chat_template: str | None = None
+    """Source of the chat template in place of the model's own."""
     sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     """Sampling parameters for requests that leave them out."""
 

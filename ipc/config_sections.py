@@ -90,6 +90,10 @@ class ModelConfig(Options):
         "generation_config.json; 'vllm' or 'none' are the engine's own; or a folder with such a "
         "file.",
     )
+    chat_template: str | None = option(
+        None,
+        "File with a chat template (Jinja), or the template itself, instead of the model's own.",
+    )
     skip_tokenizer_init: bool = option(
         False,
         "Load no tokenizer: prompts and outputs are token ids, and requests that need text "
@@ -132,6 +136,11 @@ class ModelConfig(Options):
             not self.skip_tokenizer_init or self.tokenizer is None,
             "tokenizer",
             "is not loaded with skip_tokenizer_init; give only one of the two",
+        )
+        require(
+            not self.skip_tokenizer_init or self.chat_template is None,
+            "chat_template",
+            "needs a tokenizer, which skip_tokenizer_init leaves out; give only one of the two",
         )
 
 

@@ -133,6 +133,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
             args.model,
             model="",
             tokenizer=None,
+            tokenizer_mode="auto",
+            chat_template=None,
             revision=None,
             load_format="auto",
             dummy_seed=0,

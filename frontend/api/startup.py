@@ -16,8 +16,12 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Return the tokenizer that an engine of this configuration has; raises EngineStartError."""
-    folder = config.tokenizer_path
-    return NoTokenizer(config.spec.vocab_size) if folder is None else Tokenizer(folder)
+    if config.tokenizer_path is None:
+        return NoTokenizer(config.spec.vocab_size)
+    tokenizer = Tokenizer(config.tokenizer_path)
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def open_channels(

@@ -38,7 +38,8 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     """Return the sources of a model's chat templates by their names, as transformers finds them.
 
     Files of templates (chat_template.jinja, additional_chat_templates/NAME.jinja) replace those of
-    tokenizer_config.json: one text, or a list of objects with `name` and `template`.
+    tokenizer_config.json: one text, or a list of objects with `name` and `template`. Without
+    either, the template of chat_template.json is taken, where models with a processor keep it.
     """
     default = folder / "chat_template.jinja"
     files = {DEFAULT: default} if default.exists() else {}
@@ -46,8 +47,24 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     if files:
         return {name: _read(file) for name, file in files.items()}
     given = tokenizer_config.get("chat_template")
-    if given is None:
+    if given is not None:
+        return _named(given, folder / "tokenizer_config.json")
+    return _of_processor(folder / "chat_template.json")
+
+
+def _of_processor(file: Path) -> dict[str, str]:
+    """Return the templates of a chat_template.json, by their names; none if there is no file."""
+    if not file.exists():
         return {}
+    try:
+        value = json.loads(_read(file))
+    except ValueError as error:
+        raise EngineStartError(f"tokenizer: {file} is not valid JSON ({error})") from None
+    return _named(value.get("chat_template") if isinstance(value, dict) else None, file)
+
+
+def _named(given: Any, file: Path) -> dict[str, str]:
+    """Return the templates in a field of a file, by their names. Raises EngineStartError."""
     if isinstance(given, str):
         return {DEFAULT: given}
     named = given if isinstance(given, list) else [None]
@@ -57,12 +74,30 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
             or not isinstance(one.get("name"), str)
             or not isinstance(one.get("template"), str)
         ):
-            file = folder / "tokenizer_config.json"
             raise EngineStartError(
                 f"tokenizer: chat_template in {file} must be text, or a list of "
                 "objects with name and template"
             )
     return {one["name"]: one["template"] for one in given}
+
+
+def read_chat_template(given: str) -> str:
+    """Return the source of the template that the option chat_template gives.
+
+    given: a file, or a template itself. Raises ValidationError, also for a template that is not
+    valid.
+    """
+    source = given
+    if not any(mark in given for mark in ("{{", "{%", "{#")):
+        try:
+            source = Path(given).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise ValidationError(
+                "chat_template", f"{given!r} is no template, and no file to read: {problem}"
+            ) from None
+    ChatTemplate(source, {})
+    return source
 
 
 def _read(file: Path) -> str:

@@ -41,6 +41,11 @@ class TokenAlphabet:
         self._replaced += [
             (str(step["replacement"]), " ") for step in steps if step.get("type") == "Metaspace"
         ]
+        self._replaced += [
+            (str(step["suffix"]), " ") for step in steps if step.get("type") == "BPEDecoder"
+        ]
+        self._continued = [str(step["prefix"]) for step in steps if step.get("type") == "WordPiece"]
+        """The beginning of tokens that go on with a word; others begin one, after a space."""
 
     def bytes_of(self, token: str) -> bytes:
         """Return the bytes of a token, given as the vocabulary writes it."""
@@ -50,6 +55,8 @@ class TokenAlphabet:
             return bytes([int(byte[1], 16)])
         for pattern, content in self._replaced:
             token = token.replace(pattern, content)
+        for prefix in self._continued:
+            token = token[len(prefix) :] if token.startswith(prefix) else f" {token}"
         return token.encode()
 
 

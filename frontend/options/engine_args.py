@@ -64,6 +64,7 @@ class EngineArgs(
             frontend=self._section(FrontendConfig),
             spec=load_model_spec(path, self.hf_overrides, generation, eos),
             tokenizer_path=tokenizer_path,
+            chat_template=self._chat_template_source(),
             sampling_defaults=generation.sampling,
             logs=self._section(LogConfig),
         )
@@ -76,6 +77,13 @@ class EngineArgs(
         if self.skip_tokenizer_init:
             return None
         return tokenizer_folder(self._tokenizer_source(path), self.tokenizer_mode)
+
+    def _chat_template_source(self) -> str | None:
+        if self.chat_template is None:
+            return None
+        from sidestep.frontend.input.chat_template import read_chat_template  # imports jinja2
+
+        return read_chat_template(self.chat_template)
 
     def _tokenizer_source(self, path: str) -> str:
         if self.tokenizer is None:

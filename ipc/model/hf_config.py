@@ -49,9 +49,12 @@ class HfConfig:
         for name in names:
             if registry.model_class(name) is not None:
                 return name
+        own = (
+            ", and its own code (auto_map) is never run here" if "auto_map" in self._values else ""
+        )
         raise EngineStartError(
             f"model: architecture {', '.join(names) or 'none'} is not "
-            f"supported; supported are {', '.join(registry.model_names())}"
+            f"supported{own}; supported are {', '.join(registry.model_names())}"
         )
 
     def get(self, name: str) -> Any:

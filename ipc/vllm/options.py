@@ -339,9 +339,6 @@ SERVER_OPTIONS: dict[str, Foreign] = {
     "chat_template_content_format": Foreign(
         "templates get each message's content as text; leave it out", ("auto", "string")
     ),
-    "chat_template": Foreign(
-        "the model's own is used; put yours into the model's folder as chat_template.jinja"
-    ),
     "default_chat_template_kwargs": Foreign(
         "clients send chat_template_kwargs; write other defaults into the template", ({},)
     ),

@@ -197,6 +197,10 @@ def test_sections_hold_what_was_given(tmp_path: Path) -> None:
             {"architectures": ["BertModel"]},
             "BertModel is not supported; supported are LlamaForCausalLM",
         ),
+        (
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},
+            "OwnForCausalLM is not supported, and its own code (auto_map) is never run here",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),

@@ -76,6 +76,17 @@ def test_bytes_of_tokens_with_byte_fallback(decoder: decoders.Decoder, text: str
     assert alphabet.bytes_of("▁def") == b" def"
 
 
+def test_tokens_of_words_and_their_parts() -> None:
+    pieces = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    pieces.decoder = decoders.WordPiece(prefix="##")
+    alphabet = TokenAlphabet(pieces)
+    assert [alphabet.bytes_of(token) for token in ("play", "##ing")] == [b" play", b"ing"]
+    ends = Tokenizer(models.BPE({"low</w>": 0, "lo": 1}, [], end_of_word_suffix="</w>"))
+    ends.decoder = decoders.BPEDecoder(suffix="</w>")
+    alphabet = TokenAlphabet(ends)
+    assert [alphabet.bytes_of(token) for token in ("low</w>", "lo")] == [b"low ", b"lo"]
+
+
 def test_other_tokens_are_their_text() -> None:
     alphabet = TokenAlphabet(Tokenizer(models.WordLevel({"wörd": 0})))
     assert alphabet.bytes_of("wörd") == "wörd".encode()

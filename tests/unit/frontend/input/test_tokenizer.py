@@ -11,8 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from sidestep import DEFAULT_MODEL, EngineStartError, ValidationError
+from sidestep.frontend.api.startup import load_tokenizer
 from sidestep.frontend.input.chat_template import ChatTemplate
 from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.options.engine_args import EngineArgs
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -156,6 +158,65 @@ def test_named_templates_without_a_default_serve_their_use_alone(folder: Path) -
     assert tokenizer.apply_chat_template(CHAT, tools=[1], tokenize=False) == "1 tools"
     with pytest.raises(ValidationError, match="no chat template of the name 'default', only tool_"):
         tokenizer.apply_chat_template(CHAT)
+
+
+def test_a_processor_s_template_is_taken_where_there_is_no_other(folder: Path) -> None:
+    change(folder / "tokenizer_config.json", chat_template=None)
+    file = folder / "chat_template.json"
+    file.write_text(json.dumps({"chat_template": "a processor's"}))
+    assert Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False) == "a processor's"
+    file.write_text(json.dumps({"chat_template": NAMED}))
+    assert Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False) == "the default"
+    change(folder / "tokenizer_config.json", chat_template="the tokenizer's")
+    assert Tokenizer(str(folder)).apply_chat_template(CHAT, tokenize=False) == "the tokenizer's"
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "chat_template.json is not valid JSON"),
+        ("{}", "chat_template in .*chat_template.json must be text"),
+        ("[]", "chat_template in .*chat_template.json must be text"),
+    ],
+)
+def test_a_processor_s_template_that_is_wrong_is_named(
+    folder: Path, content: str, problem: str
+) -> None:
+    change(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.json").write_text(content)
+    with pytest.raises(EngineStartError, match=f"tokenizer: .*{problem}"):
+        Tokenizer(str(folder))
+
+
+def test_the_option_gives_a_template_by_a_file_or_by_itself(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("mine: {{ messages[0].content }}")
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    for given in (str(file), file, "mine: {{ messages[0].content }}"):
+        options: dict[str, Any] = {"chat_template": given}
+        tokenizer = load_tokenizer(EngineArgs(**options).create_engine_config())
+        for with_tools in (None, tools):
+            shown = tokenizer.apply_chat_template(CHAT, tools=with_tools, tokenize=False)
+            assert shown == "mine: Be brief."
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ("nowhere.jinja", "'nowhere.jinja' is no template, and no file to read: No such file"),
+        (DEFAULT_MODEL, "is no template, and no file to read: Is a directory"),
+        (f"{DEFAULT_MODEL}/model.safetensors", "no file to read: it is not UTF-8"),
+        ("{% for %}", "is not valid: "),
+    ],
+)
+def test_an_option_that_gives_no_template_is_refused_before_anything_starts(
+    given: str, problem: str
+) -> None:
+    with pytest.raises(ValidationError, match=f"^chat_template: .*{problem}") as caught:
+        EngineArgs(chat_template=given).create_engine_config()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValidationError, match="^chat_template: needs a tokenizer"):
+        EngineArgs(chat_template=given, skip_tokenizer_init=True)
 
 
 def test_a_template_s_file_that_is_no_text_is_named(folder: Path) -> None:
