@@ -114,6 +114,18 @@ async def test_without_a_tokenizer_token_ids_go_in_and_come_out(
     )
 
 
+def test_a_chat_gets_the_template_of_the_option(fake_model: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    with LLM(fake_model, device="fake", chat_template=str(file)) as llm:
+        chat: Any = [{"role": "user", "content": "hi"}]
+        params = SamplingParams(max_tokens=1)
+        (out,) = llm.chat(chat, params, use_tqdm=False)
+        assert out.prompt == "<user>hi"
+        (out,) = llm.chat(chat, params, chat_template="of the call", use_tqdm=False)
+        assert out.prompt == "of the call"
+
+
 def test_requests_without_parameters_are_sampled_as_the_model_s_makers_say(
     without_tokenizer: str,
 ) -> None:

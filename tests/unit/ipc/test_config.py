@@ -41,6 +41,9 @@ def write(folder: Path, **changes: Any) -> str:
     [
         ("dtype", "int3"),
         ("load_format", "magic"),
+        ("load_format", "npcache"),
+        ("tokenizer_mode", "slow"),
+        ("tokenizer_mode", "mistral"),
         ("device", "abacus"),
         ("block_size", 0),
         ("max_num_seqs", -1),
