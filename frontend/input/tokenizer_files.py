@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -24,6 +25,8 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.registry import TOKENIZER_CONVERTER
 from sidestep.ipc.config import cache_folder_of_environment
 from sidestep.ipc.processes.process import spawn
+
+logger = logging.getLogger(__name__)
 
 _KINDS = (
     "*.model",
@@ -83,6 +86,7 @@ def _converted(source: Path) -> Path:
     place = _cache() / _digest(source)
     if (place / "tokenizer.json").exists():
         return place
+    logger.info("the tokenizer of %s is converted, which takes some seconds once", source)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=place.parent))
     try:
         child = spawn(

@@ -5,8 +5,10 @@ The tests cover prompts that end inside a character, stray bytes, and byte-fallb
 
 from __future__ import annotations
 
+import json
 import random
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -152,6 +154,39 @@ def test_a_character_that_turns_out_to_be_none_does_not_take_text_back(fallback:
     sharp_s, stray, word = fallback.encode("ß")[1:], 3 + 0xFF, 3 + 256 + WORDS.index("a")
     text = run(Detokenizer(fallback, [word]), [*sharp_s, stray, word, word])
     assert text.startswith("ß") and text.endswith("aa")
+
+
+# Vocabularies of words and their parts, by each decoder that joins them.
+PARTS = ["[UNK]", "play", "##ing", ".", "n't", "##.", "▁", "▁the", "a", "lo", "w</w>", ".</w>"]
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.WordPiece(prefix="##", cleanup=True),
+        decoders.WordPiece(prefix="##", cleanup=False),
+        decoders.BPEDecoder(suffix="</w>"),
+        decoders.Metaspace(prepend_scheme="always"),
+        decoders.Metaspace(prepend_scheme="first"),
+        decoders.Metaspace(prepend_scheme="never"),
+    ],
+    ids=lambda decoder: json.loads(decoder.__getstate__())["type"] if decoder else "none",
+)
+def test_each_decoder_streams_what_a_full_decode_gives(
+    decoder: decoders.Decoder | None, tmp_path: Path
+) -> None:
+    fast = FastTokenizer(models.WordLevel({part: i for i, part in enumerate(PARTS)}, "[UNK]"))
+    if decoder is not None:
+        fast.decoder = decoder
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, rng = Tokenizer(str(tmp_path)), random.Random(0)
+    for _ in range(300):
+        prompt, tokens = (
+            [rng.randrange(len(PARTS)) for _ in range(rng.randrange(most))] for most in (14, 9)
+        )
+        text = run(Detokenizer(tokenizer, prompt), tokens)
+        assert tokenizer.decode(prompt + tokens) == tokenizer.decode(prompt) + text
 
 
 # Stop strings.
