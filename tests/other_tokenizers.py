@@ -46,9 +46,8 @@ def train(folder: Path, **settings: Any) -> Any:
     return library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
-def train_tiktoken(folder: Path) -> dict[bytes, int]:
-    """Write a vocabulary in tiktoken's form, and return the ranks of its tokens."""
-    pytest.importorskip("tiktoken")
+def train_ranks() -> dict[bytes, int]:
+    """Return a vocabulary of bytes: the ranks of its tokens, single bytes first."""
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -57,10 +56,41 @@ def train_tiktoken(folder: Path) -> dict[bytes, int]:
         trainers.BpeTrainer(vocab_size=VOCAB_SIZE, show_progress=False, initial_alphabet=alphabet),
     )
     characters = byte_characters()
-    ranks = {
+    tokens = sorted(fast.get_vocab().items(), key=lambda item: (len(item[0]) > 1, item[1]))
+    return {
         bytes(characters[character] for character in token): rank
-        for token, rank in fast.get_vocab().items()
+        for rank, (token, _) in enumerate(tokens)
     }
+
+
+def write_tekken(folder: Path) -> dict[bytes, int]:
+    """Write a tekken.json alone, and return its tokens' ranks, which follow its special tokens."""
+    special, ranks = ["<unk>", "<s>", "</s>", "[INST]"], train_ranks()
+    config = {
+        "pattern": r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+",
+        "num_vocab_tokens": len(ranks),
+        "default_vocab_size": len(ranks) + len(special),
+        "default_num_special_tokens": len(special),
+        "version": "v3",
+    }
+    tokens = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for token, rank in ranks.items()
+    ]
+    controls = [
+        {"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(special)
+    ]
+    (folder / "tekken.json").write_text(
+        json.dumps({"config": config, "vocab": tokens, "special_tokens": controls})
+    )
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    return {token: rank + len(special) for token, rank in ranks.items()}
+
+
+def train_tiktoken(folder: Path) -> dict[bytes, int]:
+    """Write a vocabulary in tiktoken's form, and return the ranks of its tokens."""
+    pytest.importorskip("tiktoken")
+    ranks = train_ranks()
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
     (folder / "tokenizer.model").write_text("\n".join(lines))
     (folder / "config.json").write_text('{"model_type": "llama"}')

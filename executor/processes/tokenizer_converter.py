@@ -10,6 +10,7 @@ tokenizer cannot be converted, the file `problem` with one line.
 from __future__ import annotations
 
 import base64
+import importlib
 import importlib.util
 import shutil
 from dataclasses import dataclass
@@ -23,6 +24,13 @@ PROBES = ("Hello world", "this is a test of words")
 
 They have no special characters and no spaces at either end, which tokenizers treat differently.
 """
+_TEKKEN_ROLES: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "add_bos_token": True,
+}
+"""Special tokens of every tekken.json, which does not name their roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,12 +121,13 @@ def _load(source: Path, model: Path | None) -> Any:
     from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
     named = get_tokenizer_config(str(source)).get("tokenizer_class")
-    if model is None or is_tiktoken(model) or named is not None:
-        # transformers' own reader of tekken.json makes a tokenizer that only mistral-common has.
-        return AutoTokenizer.from_pretrained(
-            str(source), trust_remote_code=False, mistral_format=False
-        )
-    return _load_alone(source, model)
+    if model is not None and not is_tiktoken(model) and named is None:
+        return _load_alone(source, model)
+    given = _TEKKEN_ROLES if named is None and (source / "tekken.json").exists() else {}
+    # transformers' own reader of tekken.json makes a tokenizer that only mistral-common has.
+    return AutoTokenizer.from_pretrained(
+        str(source), trust_remote_code=False, mistral_format=False, **given
+    )
 
 
 def _load_alone(source: Path, model: Path) -> Any:
@@ -127,11 +136,10 @@ def _load_alone(source: Path, model: Path) -> Any:
     transformers then reads the vocabulary, and leaves out how SentencePiece treats spaces. As
     usual for such models, a text begins with the beginning-of-sequence token if there is one.
     """
-    from sentencepiece import sentencepiece_model_pb2
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    proto = sentencepiece_model_pb2.ModelProto()
+    proto: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     proto.ParseFromString(model.read_bytes())
     tokenizer = PreTrainedTokenizerFast.from_pretrained(
         str(source), add_bos_token=proto.trainer_spec.bos_id >= 0

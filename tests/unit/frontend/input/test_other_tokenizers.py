@@ -21,7 +21,7 @@ from sidestep.frontend.input import tokenizer_files
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.input.tokenizer_files import tokenizer_folder
 from sidestep.frontend.output.detokenizer import Detokenizer
-from tests.other_tokenizers import PLAIN, train, train_tiktoken
+from tests.other_tokenizers import PLAIN, train, train_tiktoken, write_tekken
 
 KINDS: dict[str, dict[str, Any]] = {
     "bpe": {"model_type": "bpe", **PLAIN},
@@ -52,7 +52,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     def get(kind: str) -> tuple[Tokenizer, Any]:
         if kind not in made:
             source, target = (tmp_path_factory.mktemp(name) for name in ("source", "target"))
-            reader = train_tiktoken(source) if kind == "tiktoken" else train(source, **KINDS[kind])
+            write = {"tiktoken": train_tiktoken, "tekken": write_tekken}.get(kind)
+            reader = train(source, **KINDS[kind]) if write is None else write(source)
             convert(source, target)
             made[kind] = Tokenizer(str(target)), reader
         return made[kind]
@@ -89,7 +90,17 @@ def test_a_file_of_tiktoken_gives_tiktoken_s_tokens_and_texts(make: Make) -> Non
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "hi<|end|>"
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "tiktoken"])
+def test_a_tekken_file_gives_its_tokens_after_the_beginning_of_sequence(make: Make) -> None:
+    tokenizer, ranks = make("tekken")
+    for text in TEXTS:
+        bos, *tokens = tokenizer.encode(text)
+        assert bos == tokenizer.bos_token_id == 1 and tokenizer.eos_token_id == 2
+        assert tokenizer.decode(tokens) == text
+        assert [ranks[tokenizer.token_bytes(token)] for token in tokens] == tokens
+    assert tokenizer.decode([1, 3, *tokenizer.encode("a")], skip_special_tokens=True) == "a"
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "tiktoken", "tekken"])
 def test_streamed_text_is_what_a_full_decode_gives(kind: str, make: Make) -> None:
     tokenizer, _ = make(kind)
     rng = random.Random(0)
@@ -112,13 +123,13 @@ def test_streamed_text_is_what_a_full_decode_gives(kind: str, make: Make) -> Non
         assert whole == tokenizer.decode(prompt, True) + detokenizer.text, (prompt, tokens)
 
 
-@pytest.mark.parametrize("kind", ["bpe", "unigram", "tiktoken"])
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "tiktoken", "tekken"])
 def test_the_bytes_of_tokens_make_up_the_text(kind: str, make: Make) -> None:
     tokenizer, _ = make(kind)
     for text in TEXTS:
         tokens = tokenizer.encode(text, add_special_tokens=False)
         made = b"".join(map(tokenizer.token_bytes, tokens)).decode()
-        assert made.removeprefix("" if kind == "tiktoken" else " ") == text
+        assert made.removeprefix(" " if kind in KINDS else "") == text
 
 
 # Tokenizers that are refused.
