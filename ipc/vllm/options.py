@@ -29,7 +29,7 @@ _COMPILER = (
     "graphs"
 )
 _CHUNKS = "chunks of prompts follow max_num_batched_tokens and target_itl_ms; leave it out"
-_LOADER = "weights are read from safetensors files in one way; leave it out"
+_LOADER = "files of weights are mapped and read in one way; leave it out"
 _BLOCKS = "the paged cache has one kind of block and one hash; leave it out"
 _SERVER = "is an option of `sidestep serve`, not of an engine in Python"
 _LOGS = (
