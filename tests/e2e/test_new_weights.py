@@ -16,6 +16,7 @@ from sidestep import LLM, AsyncLLM, EngineArgs, SamplingParams, ValidationError,
 from tests.e2e.conftest import write_tokenizer
 from tests.e2e.engines import Engines
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
+from tests.waiting import until_stats
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = random_prompts(6, 331)
@@ -132,8 +133,7 @@ async def test_requests_go_on_while_the_weights_change_and_find_no_old_prefix(
 
     async with AsyncLLM.from_engine_args(args) as llm:
         running = asyncio.create_task(run(llm, 200))
-        while not (await llm.get_stats())["num_running"]:
-            await asyncio.sleep(0)
+        await until_stats(llm, num_running=1)
         await llm.update_weights(other)
         assert not running.done(), "the request is too short to show anything"
         (expected,) = reference_tokens(load_reference(other), [prompt], [12])

@@ -26,9 +26,13 @@ from sidestep import (
     StructuredOutputsParams,
 )
 from tests.processes import is_alive
+from tests.waiting import until_stats
 
 MakeLLM = Callable[..., AsyncLLM]
-LIMIT_S = 5.0
+LIMIT_S = 30.0
+"""Seconds that a notice may take on a busy machine. Without it, calls would wait for minutes."""
+STEP_MS = 10.0
+"""Duration of a step: an endless request then lasts until its test has done what it does to it."""
 ENDLESS = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
@@ -60,10 +64,9 @@ def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
 async def test_a_killed_process_fails_every_waiting_call_with_the_cause(
     make_llm: MakeLLM, victim: str, params: SamplingParams
 ) -> None:
-    llm = make_llm(fake_step_ms=2.0, tensor_parallel_size=2, pipeline_parallel_size=2)
+    llm = make_llm(fake_step_ms=STEP_MS, tensor_parallel_size=2, pipeline_parallel_size=2)
     calls = [asyncio.create_task(consume(llm, params)) for _ in range(5)]
-    while (await llm.get_stats())["num_running"] < 5:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_running=5)
     core, workers = engine_processes(llm)
     os.kill(core if victim == "core" else workers[int(victim[len("worker ")])], signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
@@ -89,8 +92,7 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
     options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
     llm = make_llm(pipeline_parallel_size=2, **options)
     call = asyncio.create_task(consume(llm))
-    while (await llm.get_stats())["num_steps"] < 10:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_steps=10)
     core, workers = engine_processes(llm)
     os.kill(workers[stage], signal.SIGKILL)
     async with asyncio.timeout(LIMIT_S):
@@ -151,11 +153,10 @@ def gone(pid: int) -> bool:
 
 
 async def test_an_engine_that_lives_but_makes_no_progress_is_not_healthy(make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=2.0)
+    llm = make_llm(fake_step_ms=STEP_MS)
     await llm.check_health()
     call = asyncio.create_task(consume(llm))
-    while (await llm.get_stats())["num_running"] < 1:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_running=1)
     _, (worker,) = engine_processes(llm)
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -190,7 +191,7 @@ PROGRAM = """
 import asyncio, sys
 from sidestep import AsyncLLM, EngineArgs, SamplingParams
 async def main():
-    llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], device="fake", fake_step_ms=2.0,
+    llm = AsyncLLM.from_engine_args(EngineArgs(model=sys.argv[1], device="fake", fake_step_ms=10.0,
                                                tensor_parallel_size=2))
     async for out in llm.generate([1, 2, 3], SamplingParams(max_tokens=2000, ignore_eos=True)):
         print("running", flush=True)

@@ -19,6 +19,7 @@ import pytest
 
 from sidestep import AsyncLLM, SamplingParams
 from tests.processes import PYTHON_PATH, ROOT, is_alive
+from tests.waiting import until_idle
 
 MakeLLM = Callable[..., AsyncLLM]
 REFUSAL = "cannot use it: make the engine after the fork"
@@ -176,16 +177,14 @@ def test_a_fork_while_the_loop_runs_harms_no_stream(loop: str, fake_model: str) 
 
 
 async def test_a_joined_frontend_ends_though_a_child_of_it_lives(make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=1, max_model_len=2048)
+    llm = make_llm(fake_step_ms=5, max_model_len=2048)
     invitation = await llm.invite()
     with program(GUEST) as (out, process):
         assert process.stdin is not None
         process.stdin.write(invitation + "\n")
         process.stdin.flush()
         assert await asyncio.to_thread(lines, out, 1) == ["forked"]
-        async with asyncio.timeout(30):
-            while (await llm.get_stats())["num_running"]:
-                await asyncio.sleep(0)
+        await until_idle(llm)
         (lost,) = [record for record in await llm.get_request_records() if record.client == 1]
         assert lost.finish_reason == "abort" and lost.num_output_tokens < 1900
         async for output in llm.generate([5], SamplingParams(max_tokens=3, ignore_eos=True)):

@@ -19,7 +19,7 @@ import pytest
 from sidestep import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.frontend.replicas import engine_client
-from tests.waiting import until_idle
+from tests.waiting import until, until_idle
 
 MakeLLM = Callable[..., AsyncLLM]
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,15 +97,17 @@ async def test_frontends_in_several_processes_get_their_own_tokens(make_llm: Mak
 async def test_a_frontend_that_is_killed_loses_its_requests_and_nobody_else_s(
     make_llm: MakeLLM,
 ) -> None:
-    llm = make_llm(fake_step_ms=1, max_model_len=2048)
+    llm = make_llm(fake_step_ms=5, max_model_len=2048)
     own = asyncio.create_task(tokens_of(llm, [9, 8], 200))
     async with guest(llm, 2000) as process:
         assert [await line(process), await line(process)] == ["joined", "started"]
         process.kill()
         await process.wait()
-        while any(r.status != "finished" for r in await llm.get_request_records() if r.client == 1):
-            await asyncio.sleep(0)
-    (lost,) = [r for r in await llm.get_request_records() if r.client == 1]
+        records = await until(
+            llm.get_request_records,
+            lambda each: all(r.status == "finished" for r in each if r.client == 1),
+        )
+    (lost,) = [r for r in records if r.client == 1]
     assert lost.finish_reason == "abort" and lost.num_output_tokens < 2000
     assert await own == expected_tokens([9, 8], 200, 3, llm.get_tokenizer().vocab_size)
     await until_idle(llm)
@@ -130,7 +132,7 @@ async def test_frontends_of_one_process_end_one_by_one(make_llm: MakeLLM) -> Non
 
 @pytest.mark.parametrize("kill", [True, False])
 async def test_the_engine_s_end_is_told_to_all(kill: bool, make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=1, max_model_len=2048)
+    llm = make_llm(fake_step_ms=5, max_model_len=2048)
     second = AsyncLLM.join(await llm.invite())
     stream = second.generate([1, 2], params(2000))
     await anext(stream)

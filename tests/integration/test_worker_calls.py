@@ -13,7 +13,7 @@ import pytest
 
 from sidestep import AsyncLLM, SamplingParams, ValidationError, WorkerCallError
 from sidestep.executor.runner.fake import expected_tokens
-from tests.waiting import until_idle
+from tests.waiting import until, until_idle, until_stats
 
 MakeLLM = Callable[..., AsyncLLM]
 
@@ -108,11 +108,9 @@ async def test_requests_wait_for_a_sleeping_engine_and_can_be_cancelled(make_llm
     await llm.sleep()
     waiting = asyncio.create_task(tokens_of(llm, [1, 2, 3], 9))
     unwanted = asyncio.create_task(tokens_of(llm, [4, 5, 6], 9))
-    while (await llm.get_stats())["num_waiting"] < 2:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_waiting=2)
     unwanted.cancel()
-    while (await llm.get_stats())["num_waiting"] == 2:
-        await asyncio.sleep(0)
+    await until(llm.get_stats, lambda stats: stats["num_waiting"] == 1)
     await llm.wake_up()
     assert await waiting == expected_tokens([1, 2, 3], 9, 5, vocab)
     await until_idle(llm)
@@ -129,10 +127,9 @@ async def test_a_deadline_holds_while_the_engine_sleeps(make_llm: MakeLLM) -> No
 
 
 async def test_sleep_waits_for_running_requests_or_is_refused_in_time(make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=1.0, data_parallel_size=2)
+    llm = make_llm(fake_step_ms=2.0, data_parallel_size=2)
     running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 1000))
-    while not (await llm.get_stats())["num_running"]:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_running=1)
     with pytest.raises(WorkerCallError, match="sleep: requests still ran after 0 s"):
         await llm.sleep(timeout_s=0.0)
     assert not await llm.is_sleeping(), "the other replica was idle, and has been woken"
@@ -142,14 +139,12 @@ async def test_sleep_waits_for_running_requests_or_is_refused_in_time(make_llm: 
 
 
 async def test_a_sleep_that_is_cancelled_while_it_waits_does_not_begin(make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=1.0)
+    llm = make_llm(fake_step_ms=5.0)
     running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 2000))
-    while not (await llm.get_stats())["num_running"]:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_running=1)
     sleep = asyncio.create_task(llm.sleep())
     behind = asyncio.create_task(tokens_of(llm, [4, 5], 5))
-    while not (await llm.get_stats())["num_waiting"]:
-        await asyncio.sleep(0)
+    await until_stats(llm, num_waiting=1)
     assert sleep.cancel()
     assert len(await behind) == 5 and not running.done()
     running.cancel()
