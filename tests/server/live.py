@@ -9,18 +9,34 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 
+Answer = TypeVar("Answer")
+
 ROOT = Path(__file__).resolve().parents[2]
+START_S = 90
+"""Seconds that a server may take to start; less than a test may take in all."""
+END_S = 60
+"""Seconds that a server may take to end after a signal."""
+ANSWER_S = 60.0
+"""Seconds that a client waits for an answer. It then fails before its test is ended."""
+LIMIT_S = 60.0
+"""Seconds that a state may take to come. A busy machine needs some; a hang takes all."""
 
 
 class LiveServer:
-    """`sidestep serve` on a free port. `close` ends it with all its processes."""
+    """`sidestep serve` on a free port. `close` ends it with all its processes.
+
+    Its messages are read as they come: a server whose messages nobody reads would block when the
+    pipe is full.
+    """
 
     def __init__(
         self,
@@ -38,19 +54,46 @@ class LiveServer:
             cwd=ROOT,
             env={**os.environ, **(environment or {})},
         )
-        self.log = ""
-        self.url = self._read_url()
+        self._lines: list[str] = []
+        self._answered = threading.Event()
+        """Set when the server has started, or cannot start."""
+        self._url: str | None = None
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.url = self._until_started()
         self.port = int(self.url.rpartition(":")[2])
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        self.http = httpx2.Client(base_url=self.url, headers=headers, verify=verify, timeout=60)
+        self.http = httpx2.Client(
+            base_url=self.url, headers=headers, verify=verify, timeout=ANSWER_S
+        )
 
-    def _read_url(self) -> str:
+    @property
+    def log(self) -> str:
+        """The messages that it has printed so far; all of them once `wait` has returned."""
+        return "".join(self._lines)
+
+    def forget_log(self) -> None:
+        """Drop the messages that have come."""
+        self._lines.clear()
+
+    def _read(self) -> None:
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log += line
-            if (found := re.search(r"serving \S+ at ([^\s\"]+)", line)) is not None:
-                return found[1]
-        raise AssertionError(f"the server has not started: {self.log}")
+        with self.process.stderr as messages:
+            for line in messages:
+                self._lines.append(line)
+                found = re.search(r"serving \S+ at ([^\s\"]+)", line)
+                if found is not None and self._url is None:
+                    self._url = found[1]
+                    self._answered.set()
+        self._answered.set()
+
+    def _until_started(self) -> str:
+        self._answered.wait(START_S)
+        if self._url is None:
+            self.process.kill()
+            self.process.wait(END_S)
+            raise AssertionError(f"the server has not started: {self.log}")
+        return self._url
 
     def __enter__(self) -> Self:
         return self
@@ -73,12 +116,16 @@ class LiveServer:
     def wait(self) -> int:
         """Wait until it has ended by itself, and return its exit status.
 
-        The text that it has printed since then goes to `log`.
+        `log` then has all that it has printed.
         """
-        if self.process.stderr is not None and not self.process.stderr.closed:
-            self.log += self.process.stderr.read()
-            self.process.stderr.close()
-        return self.process.wait(60)
+        try:
+            status = self.process.wait(END_S)
+            self._reader.join(END_S)
+            assert not self._reader.is_alive(), "a process of the server has outlived it"
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the server has not ended: {self.log}") from None
+        return status
 
     # Requests.
 
@@ -94,18 +141,16 @@ class LiveServer:
         answer: dict[str, Any] = self.http.get("/v1/load").raise_for_status().json()
         return answer
 
-    def until_idle(self, limit_s: float = 30.0) -> None:
+    def until_idle(self, limit_s: float = LIMIT_S) -> None:
         """Return when nothing runs and all KV blocks are free, as the engine itself reports.
 
         The load is requested again and again.
         """
         self.until(lambda load: not any(load.values()), limit_s)
 
-    def until(self, condition: Any, limit_s: float = 30.0) -> None:
+    def until(self, condition: Any, limit_s: float = LIMIT_S) -> None:
         """Return when the load is as wanted."""
-        end = time.monotonic() + limit_s
-        while not condition(load := self.load()):
-            assert time.monotonic() < end, load
+        until(lambda: condition(self.load()), limit_s)
 
     def metrics(self) -> dict[str, float]:
         """Return every sample's name and labels, and its value.
@@ -126,7 +171,15 @@ class LiveServer:
 
     def connect(self) -> socket.socket:
         """Return a bare connection."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=ANSWER_S)
+
+
+def until(ask: Callable[[], Answer | None], limit_s: float = LIMIT_S) -> Answer:
+    """Ask again and again until the answer is true, and return it; fail after the limit."""
+    end = time.monotonic() + limit_s
+    while not (answer := ask()):
+        assert time.monotonic() < end, "the state has not come"
+    return answer
 
 
 def raw_request(path: str, body: bytes, **headers: str) -> bytes:
@@ -145,5 +198,18 @@ def read_all(connection: socket.socket) -> bytes:
     """Return all bytes until the other side closes."""
     data = b""
     while part := connection.recv(1 << 16):
+        data += part
+    return data
+
+
+def read_until(connection: socket.socket, mark: bytes, times: int = 1) -> bytes:
+    """Return the bytes up to the `times`th mark, and what has come with it.
+
+    Raises AssertionError if the other side closes before.
+    """
+    data = b""
+    while data.count(mark) < times:
+        part = connection.recv(1 << 16)
+        assert part, data
         data += part
     return data

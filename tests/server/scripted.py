@@ -17,6 +17,7 @@ from sidestep.frontend.options.serve_options import Keys, ServerArgs
 from sidestep.frontend.server.processes.run import bind, make_server
 from sidestep.frontend.server.service.service import Service
 from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
+from tests.server.live import ANSWER_S
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
 
@@ -71,7 +72,9 @@ async def scripted_server(
     tasks = [asyncio.create_task(server.serve([listener])), asyncio.create_task(engine.run())]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     try:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url, api_key="none", max_retries=0, timeout=ANSWER_S
+        ) as client:
             yield engine, client
     finally:
         server.should_exit = True

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from sidestep.frontend.server.openapi import make_document
-from tests.server.live import LiveServer
+from tests.server.live import ANSWER_S, LiveServer
 from tests.server.openai.test_fields import refusal
 
 CHAT: list[Any] = [{"role": "user", "content": "Write Python: a café in '日本'"}]
@@ -24,7 +24,9 @@ MODEL = "tiny-python"
 
 @pytest.fixture
 def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
+    ) as made:
         yield made
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.live import LiveServer
+from tests.server.live import ANSWER_S, LiveServer
 
 CHAT: Any = [
     {"role": "system", "content": "Write Python."},
@@ -20,7 +20,9 @@ MODEL = "tiny-python"
 
 @pytest.fixture
 def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
+    ) as made:
         yield made
 
 
@@ -220,7 +222,7 @@ def test_a_stream_that_is_closed_early_ends_at_the_engine(
 async def test_the_async_client_does_the_same(tiny: LiveServer) -> None:
     options: dict[str, Any] = {"model": MODEL, "temperature": 0}
     async with openai.AsyncOpenAI(
-        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0
+        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
     ) as client:
         assert [m.id async for m in client.models.list()] == [MODEL]
         whole = await client.chat.completions.create(**options, messages=CHAT, max_tokens=16)

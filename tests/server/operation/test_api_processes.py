@@ -15,7 +15,7 @@ import httpx2
 import psutil
 import pytest
 
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import LiveServer, raw_request, read_all, read_until, until
 
 Make = Callable[..., LiveServer]
 LONG: dict[str, Any] = {"prompt": "hi", "max_tokens": 1000, "ignore_eos": True, "stream": True}
@@ -46,9 +46,7 @@ class Stream:
             raw_request("/v1/completions", json.dumps(body).encode(), Connection="close")
         )
         self.port: int = self._connection.getsockname()[1]
-        self.data = b""
-        while b"data: " not in self.data:
-            self.data += self._connection.recv(1 << 16)
+        self.data = read_until(self._connection, b"data: ")
 
     def __enter__(self) -> Stream:
         return self
@@ -84,6 +82,12 @@ def streams_of_all(server: LiveServer, stack: ExitStack) -> dict[int, Stream]:
         stream = stack.enter_context(Stream(server, LONG))
         found.setdefault(holder(server, stream), stream)
     return found
+
+
+def until_all_serve(server: LiveServer) -> None:
+    """Return when there are as many processes as were asked for, and each tells its figures."""
+    until(lambda: len(api_processes(server)) == COUNT - 1)
+    until(lambda: server.metrics()["sidestep:api_processes"] == COUNT)
 
 
 def complete(server: LiveServer, count: int) -> None:
@@ -141,11 +145,7 @@ def test_one_s_death_ends_its_requests_alone_and_it_is_replaced(server: LiveServ
         assert b"[DONE]" not in broken
         for stream in streams.values():
             assert b'"finish_reason":"length"' in stream.rest() and b"data: [DONE]" in stream.data
-        while (
-            len(api_processes(server)) < COUNT - 1
-            or server.metrics()["sidestep:api_processes"] < COUNT
-        ):
-            pass
+        until_all_serve(server)
         after = server.metrics()
         counters = [
             name for name in before if name.split("{")[0].endswith(("_total", "_count", "_bucket"))
@@ -183,8 +183,8 @@ def test_one_that_is_asked_to_end_drains_and_is_replaced(server: LiveServer) -> 
         victim = api_processes(server)[0]
         victim.terminate()
         assert b'"finish_reason":"length"' in streams[victim.pid].rest()
-    while server.metrics()["sidestep:api_processes"] < COUNT or victim.is_running():
-        pass
+    until(lambda: not victim.is_running())
+    until_all_serve(server)
     assert server.http.get("/ready").status_code == 200
     assert server.close() == 0 and "exited with status 0" in server.log
 
@@ -197,8 +197,7 @@ def test_one_that_hangs_holds_nobody_up(server: LiveServer) -> None:
         complete(server, 10)
     finally:
         victim.resume()
-    while server.metrics()["sidestep:api_processes"] < COUNT:
-        pass
+    until_all_serve(server)
 
 
 def test_the_engine_s_death_ends_all_with_an_error(server: LiveServer) -> None:
@@ -258,9 +257,9 @@ def test_one_that_cannot_be_replaced_ends_the_server(server: LiveServer) -> None
         streams = streams_of_all(server, stack)
         old = api_processes(server)
         old[0].kill()
-        while not (new := [process for process in api_processes(server) if process not in old]):
-            pass
-        new[0].kill()
+        until(lambda: set(api_processes(server)) - set(old))
+        (new,) = set(api_processes(server)) - set(old)
+        new.kill()
         streams.pop(old[0].pid)
         for stream in streams.values():  # running requests may end
             assert b'"finish_reason":"length"' in stream.rest() and b"data: [DONE]" in stream.data

@@ -13,7 +13,7 @@ from sidestep.frontend.main import main
 from sidestep.frontend.options.serve_options import Keys, ServerArgs, read_keys
 from sidestep.frontend.server.transport.hosts import is_known, known_hosts
 from sidestep.ipc.common.errors import ValidationError
-from tests.server.live import LiveServer, raw_request
+from tests.server.live import LiveServer, raw_request, read_until
 
 Make = Callable[..., LiveServer]
 LONG = json.dumps({"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
@@ -67,8 +67,7 @@ def test_names_of_requests_are_shown_to_those_who_sent_them_and_to_operators(
 
     with keyed.connect() as stream:
         stream.sendall(raw_request("/v1/completions", LONG, Authorization="Bearer ann"))
-        while b"data: " not in stream.recv(1 << 16):
-            pass
+        read_until(stream, b"data: ")
         (name,) = names("boss")
         assert name.startswith("cmpl-")
         assert names("ann") == [name] and names("bob") == [""]

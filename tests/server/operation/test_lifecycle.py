@@ -11,10 +11,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import psutil
 import pytest
 
-from tests.server.live import ROOT, LiveServer, raw_request, read_all
+from tests.server.live import ROOT, LiveServer, raw_request, read_all, read_until, until
 
 Make = Callable[..., LiveServer]
 LONG: dict[str, Any] = {"prompt": "hi", "max_tokens": 300, "ignore_eos": True}
@@ -32,22 +33,24 @@ def begin(server: LiveServer, body: dict[str, Any]) -> tuple[socket.socket, byte
     connection.sendall(
         raw_request("/v1/completions", json.dumps({**body, "stream": True}).encode())
     )
-    data = b""
-    while b"data: " not in data:
-        data += connection.recv(1 << 16)
-    return connection, data
+    return connection, read_until(connection, b"data: ")
+
+
+def not_ready(server: LiveServer) -> httpx2.Response | None:
+    """Return the answer of a server that is not ready; None if it is."""
+    answer = server.http.get("/ready")
+    return None if answer.status_code == 200 else answer
 
 
 def test_running_requests_end_before_the_server_does(make_server: Make) -> None:
-    server = make_server(step_ms=5)
+    server = make_server(step_ms=10)
     stream, data = begin(server, LONG)
     whole = threading.Thread(target=lambda: answers.append(server.post("/v1/completions", LONG)))
     answers: list[Any] = []
     whole.start()
     server.until(lambda load: load["num_running"] == 2)
     server.process.send_signal(signal.SIGTERM)
-    while (ready := server.http.get("/ready")).status_code == 200:
-        pass
+    ready = until(lambda: not_ready(server))
     assert ready.status_code == 503 and ready.json()["error"]["code"] == "draining"
     assert server.http.get("/health").status_code == 200
     refused = server.post("/v1/completions", {"prompt": "hi"})
@@ -96,8 +99,7 @@ def test_a_second_signal_ends_it_at_once(make_server: Make) -> None:
     server = make_server(step_ms=50)
     stream, _ = begin(server, {**LONG, "max_tokens": 2000})
     server.process.send_signal(signal.SIGINT)
-    while server.http.get("/ready").status_code == 200:
-        pass
+    until(lambda: not_ready(server))
     server.process.send_signal(signal.SIGINT)
     assert server.wait() == 0
     rest(stream)
@@ -125,8 +127,7 @@ def test_an_engine_that_stands_still_is_not_healthy(make_server: Make) -> None:
         assert answer.status_code == 503 and "has not answered" in answer.json()["error"]["message"]
     finally:
         core.resume()
-    while server.http.get("/health").status_code != 200:
-        pass
+    until(lambda: server.http.get("/health").status_code == 200)
 
 
 def test_a_port_in_use_is_told_before_the_engine_starts(fake: LiveServer, fake_model: str) -> None:

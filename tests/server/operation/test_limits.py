@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import LiveServer, raw_request, read_all, read_until
 
 Make = Callable[..., LiveServer]
 TEXT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2}
@@ -35,9 +35,7 @@ def start(server: LiveServer, body: dict[str, Any]) -> socket.socket:
     """Return a stream once its first event is there; closing it ends it."""
     connection = server.connect()
     connection.sendall(raw_request("/v1/completions", json.dumps(body).encode()))
-    data = b""
-    while b"data: " not in data:
-        data += connection.recv(1 << 16)
+    read_until(connection, b"data: ")
     return connection
 
 

@@ -6,13 +6,12 @@ They are one server to its clients and several to its operators.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from tests.processes import cores
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import LiveServer, raw_request, read_all, until
 
 Make = Callable[..., LiveServer]
 SHORT: dict[str, Any] = {"max_tokens": 5, "ignore_eos": True}
@@ -123,10 +122,3 @@ def test_a_deadline_and_the_metrics_outlive_an_engine_that_hangs(make_server: Ma
     finally:
         stuck.resume()
     server.until_idle()
-
-
-def until(condition: Callable[[], bool], limit_s: float = 30.0) -> None:
-    """Ask again and again until the condition holds."""
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import LiveServer, raw_request, read_all, read_until
 
 BODY: dict[str, Any] = {
     "prompt": "a prompt that is a little longer than one block of the cache",
@@ -94,8 +94,7 @@ def test_a_client_may_leave_at_any_stage(
         if stage == "running":
             fake.until(lambda load: load["num_running"] == body.get("n", 1))
         if stage == "first event":
-            while b"data: " not in connection.recv(1 << 16):
-                pass
+            read_until(connection, b"data: ")
         WAYS[way](connection)
         fake.until_idle()
     still_serves(fake)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from sidestep.frontend.server.schemas.protocol import ChatChunk, Completion
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import LiveServer, raw_request, read_all, until
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 _EVENT = re.compile(rb"data: ([^\r\n]+)\n\n")
@@ -181,8 +181,7 @@ def test_what_a_client_is_too_slow_for_comes_in_fewer_events(make_server: Any) -
                 "/v1/completions", json.dumps({**body, "stream": True}).encode(), Connection="close"
             )
         )
-        while server.metrics()["sidestep:frontend_tokens_total"] < 2 * 1900:
-            pass
+        until(lambda: server.metrics()["sidestep:frontend_tokens_total"] >= 2 * 1900)
         data = read_all(connection)
     found = re.findall(rb"data: (\{.*\})\n\n", re.sub(rb"\r\n[0-9a-f]+\r\n", b"", data))
     texts = [json.loads(event)["choices"][0]["text"] for event in found]

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.live import LiveServer, raw_request, read_all
+from tests.server.live import ANSWER_S, LiveServer, raw_request, read_all, read_until
 
 LONG: dict[str, Any] = {"prompt": "hi", "max_tokens": 2000, "ignore_eos": True, "stream": True}
 SHORT: dict[str, Any] = {"prompt": "hi", "max_tokens": 2, "ignore_eos": True, "stream": True}
@@ -56,15 +56,6 @@ def send(server: LiveServer, path: str, body: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def read_until(connection: socket.socket, mark: bytes, times: int = 1) -> bytes:
-    data = b""
-    while data.count(mark) < times:
-        part = connection.recv(1 << 16)
-        assert part, data
-        data += part
-    return data
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -99,7 +90,7 @@ def test_the_client_libraries_pass_over_the_comments(
     narrow: LiveServer, busy: socket.socket
 ) -> None:
     with (
-        openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none") as client,
+        openai.OpenAI(base_url=f"{narrow.url}/v1", api_key="none", timeout=ANSWER_S) as client,
         client.completions.create(
             model="fake", prompt="hi", max_tokens=3, stream=True, extra_body={"ignore_eos": True}
         ) as stream,
