@@ -103,10 +103,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def results(model: str, fake_model: str) -> dict[tuple[str, str, str], str | None]:
+def results(
+    model: str, fake_model: str, short_answers: list[str]
+) -> dict[tuple[str, str, str], str | None]:
     """Run all suites. Return each snippet's traceback, or None, by suite, file and name."""
     with LiveServer(
-        model, "--served-model-name", "tiny-python", "--tool-call-parser", "hermes"
+        model,
+        "--served-model-name",
+        "tiny-python",
+        "--tool-call-parser",
+        "hermes",
+        *short_answers,
     ) as server:
         return asyncio.run(_run_all(f"{server.url}/v1", fake_model))
 

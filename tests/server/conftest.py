@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from sidestep.ipc.config_sections import DEFAULT_MODEL
+from sidestep.ipc.model.generation_config import FILE
 from tests.server.live import LiveServer
 
 if TYPE_CHECKING:
@@ -70,18 +73,39 @@ def fake_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+def short(folder: Path, **defaults: Any) -> list[str]:
+    """Return the options of a server whose answers are short unless a request says more.
+
+    Without a limit a chat's length would be chance: up to all the tokens that the model can take,
+    which last longer on a busy machine than a test may. defaults: other sampling parameters.
+    """
+    (folder / FILE).write_text(json.dumps({**defaults, "max_new_tokens": 48}))
+    return ["--generation-config", str(folder), "--seed", "0"]
+
+
 @pytest.fixture(scope="session")
-def tiny() -> Iterator[LiveServer]:
-    """Yield a server with the bundled model."""
-    with LiveServer() as server:
+def short_answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the options with which the bundled model gives one short answer to one request.
+
+    It samples greedily where a request says nothing else.
+    """
+    own = json.loads((Path(DEFAULT_MODEL) / FILE).read_text())
+    return short(tmp_path_factory.mktemp("defaults"), **{**own, "temperature": 0})
+
+
+@pytest.fixture(scope="session")
+def tiny(short_answers: list[str]) -> Iterator[LiveServer]:
+    """Yield a server with the bundled model and short answers."""
+    with LiveServer(*short_answers) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def fake(fake_model: str) -> Iterator[LiveServer]:
-    """Yield a server on the fake device, with steps of a millisecond."""
+def fake(fake_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Yield a server on the fake device, with steps of a millisecond and short answers."""
     with LiveServer(
-        fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1"
+        *(fake_model, "--served-model-name", "fake", "--device", "fake", "--fake-step-ms", "1"),
+        *short(tmp_path_factory.mktemp("defaults")),
     ) as server:
         yield server
 

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.live import LiveServer
+from tests.server.live import ANSWER_S, LiveServer
 from tests.server.scripted import scripted_server
 
 MODEL = "tiny-python"
@@ -20,7 +20,9 @@ MODEL = "tiny-python"
 
 @pytest.fixture
 def client(tiny: LiveServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tiny.url}/v1", api_key="none", max_retries=0) as made:
+    with openai.OpenAI(
+        base_url=f"{tiny.url}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
+    ) as made:
         yield made
 
 
@@ -57,7 +59,10 @@ def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
     assert made.status == "incomplete" and made.incomplete_details is not None
     assert made.incomplete_details.reason == "max_output_tokens" and output.status == "incomplete"
     late = client.responses.create(
-        model=MODEL, input="a", extra_body={"ignore_eos": True, "deadline_ms": 50}
+        model=MODEL,
+        input="a",
+        max_output_tokens=1900,
+        extra_body={"ignore_eos": True, "deadline_ms": 50},
     )
     assert late.incomplete_details is not None
     reason: str | None = late.incomplete_details.reason
