@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON_PATH = os.pathsep.join((str(ROOT), *filter(None, sys.path)))
 """Value of PYTHONPATH with which child processes find the same modules as this one."""
+
+RUN_S = 100
+"""Seconds that a program may take; its test then fails before the time limit ends all tests."""
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end and return what it has printed.
+
+    options: those of subprocess.run. Raises subprocess.TimeoutExpired.
+    """
+    return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, **options)
 
 
 def is_alive(pid: int) -> bool:

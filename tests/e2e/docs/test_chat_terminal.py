@@ -42,7 +42,9 @@ class Screen:
         """Return the text shown since the last call, up to the given words."""
         while words not in self.shown:
             assert select.select([self._descriptor], [], [], 60)[0], self.shown
-            self.shown += os.read(self._descriptor, 4096)
+            part = os.read(self._descriptor, 4096)
+            assert part, self.shown
+            self.shown += part
         before, _, self.shown = self.shown.partition(words)
         return before
 

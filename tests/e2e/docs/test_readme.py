@@ -2,13 +2,13 @@
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.pages import of_sidestep
+from tests.processes import run
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -28,7 +28,7 @@ def test_the_example_is_the_file_it_names() -> None:
 def test_examples_run_and_print_a_completion(code: str, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(code)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
+    done = run(sys.executable, script, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 10
 
@@ -44,10 +44,8 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
         str(ROOT / word) if word.startswith("examples/") else word for word in shlex.split(command)
     ]
     more = next((extra for word, extra in small.items() if word in words), [])
-    done = subprocess.run(
-        [sys.executable, "-m", "sidestep", *words[1:], *more],
-        capture_output=True,
-        text=True,
+    done = run(
+        *(sys.executable, "-m", "sidestep", *words[1:], *more),
         input="hello\n/exit\n",
         cwd=tmp_path,
     )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.processes import run
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "scaling.py"
 
 
 def test_each_way_pays_for_what_it_is_for() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True)
+    done = run(sys.executable, EXAMPLE)
     assert done.returncode == 0, done.stderr
     best, vote, revised = done.stdout.splitlines()
     average, top = map(int, re.findall(r"(\d+)%", best))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -20,6 +19,7 @@ from scripts import options_page
 from sidestep.frontend.server.openapi import OPERATIONS, Operation
 from tests import pages
 from tests.pages import URL, of_sidestep, with_variables
+from tests.processes import run
 from tests.server.live import ROOT, LiveServer
 
 DOCS, README = pages.text_of("server.md"), pages.text_of("README.md")
@@ -48,11 +48,7 @@ def is_server(command: str) -> bool:
 
 def test_the_openai_client_streams_as_the_docs_show(tiny: LiveServer) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code.replace("http://127.0.0.1:8000", tiny.url)],
-        capture_output=True,
-        text=True,
-    )
+    done = run(sys.executable, "-c", code.replace("http://127.0.0.1:8000", tiny.url))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
@@ -62,9 +58,7 @@ def test_the_openai_client_streams_as_the_docs_show(tiny: LiveServer) -> None:
 )
 def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
     words = shlex.split(command.replace(URL, tiny.url))
-    done = subprocess.run(
-        [*words, "--silent", "--show-error", "--fail"], capture_output=True, text=True
-    )
+    done = run(*words, "--silent", "--show-error", "--fail")
     assert done.returncode == 0 and done.stdout, done
 
 
@@ -88,11 +82,7 @@ def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
 def test_curl_streams_as_the_readme_shows(tiny: LiveServer) -> None:
     command = re.search(r"^curl (?:.*\\\n)*.*$", README, re.MULTILINE)
     assert command is not None
-    done = subprocess.run(
-        ["bash", "-c", command[0].replace("http://127.0.0.1:8000", tiny.url)],
-        capture_output=True,
-        text=True,
-    )
+    done = run("bash", "-c", command[0].replace("http://127.0.0.1:8000", tiny.url))
     assert done.stdout.startswith("data: ") and done.stdout.endswith("data: [DONE]\n\n"), done
 
 
@@ -100,9 +90,7 @@ def test_a_file_of_requests_is_answered_as_the_docs_show(tmp_path: Path) -> None
     command = re.search(r"^sidestep run-batch .*$", DOCS, re.MULTILINE)
     assert command is not None
     words = command[0].replace("examples/", f"{ROOT}/examples/").split()
-    done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, cwd=tmp_path
-    )
+    done = run(sys.executable, "-m", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
@@ -112,10 +100,8 @@ def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     variables, words = with_variables(command)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     more = SMALL.get(words[1], []) if words[0] == "bench" else []
-    done = subprocess.run(
-        [sys.executable, "-m", "sidestep", *words, *more],
-        capture_output=True,
-        text=True,
+    done = run(
+        *(sys.executable, "-m", "sidestep", *words, *more),
         input="def get_name(\n",
         cwd=tmp_path,
         env=os.environ | FAKE | variables,
@@ -137,9 +123,7 @@ def test_a_server_of_the_docs_starts(command: str) -> None:
 def test_the_terminal_asks_a_server_as_the_docs_show(command: str, tiny: LiveServer) -> None:
     words = shlex.split(command.replace(URL, tiny.url))
     words += ["--num-prompts", "4"] * ("bench" in words)
-    done = subprocess.run(
-        [sys.executable, "-m", *words], capture_output=True, text=True, input="def get_name(\n"
-    )
+    done = run(sys.executable, "-m", *words, input="def get_name(\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.strip()) > 10
 

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx2
 import pytest
 
+from tests.processes import run
 from tests.server.live import ROOT, LiveServer
 
 EXAMPLES = ROOT / "examples"
@@ -34,9 +35,7 @@ NODE = shutil.which("node")
 )
 def test_a_chat_streams_and_remembers(command: list[str], tiny: LiveServer) -> None:
     before = tiny.metrics()
-    done = subprocess.run(
-        [*command, tiny.url], input="def get_name(\nclass Stack:\n", capture_output=True, text=True
-    )
+    done = run(*command, tiny.url, input="def get_name(\nclass Stack:\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("> ") and done.stdout.count("\n> ") >= 2 and len(done.stdout) > 50
     tokens, requests = (
@@ -120,12 +119,7 @@ def test_a_backend_streams_from_the_engine_inside_it(backend: str) -> None:
 
 
 def run_load(url: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / "load_test.py"), url, "12", "40"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return run(sys.executable, EXAMPLES / "load_test.py", url, "12", "40")
 
 
 def test_a_load_is_served_whole(tiny: LiveServer) -> None:

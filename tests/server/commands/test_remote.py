@@ -22,6 +22,7 @@ import pytest
 
 from sidestep.frontend.cli.remote_model import base_url
 from sidestep.ipc.common.errors import ValidationError
+from tests import processes
 from tests.server.live import ROOT, LiveServer
 
 
@@ -29,11 +30,9 @@ def run(
     *words: str, say: str = "", environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run the command with these lines as its input."""
-    return subprocess.run(
-        [sys.executable, "-m", "sidestep", *words],
+    return processes.run(
+        *(sys.executable, "-m", "sidestep", *words),
         input=say,
-        capture_output=True,
-        text=True,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
     )
@@ -154,7 +153,9 @@ def test_ctrl_c_ends_the_request_at_the_server(make_server: Callable[..., LiveSe
     chat.stdin.flush()
     shown = b""
     while len(shown) < 5:  # the prompt, and some of the answer
-        shown += os.read(chat.stdout.fileno(), 100)
+        part = os.read(chat.stdout.fileno(), 100)
+        assert part, shown
+        shown += part
     chat.send_signal(signal.SIGINT)
     chat.stdin.close()
     assert chat.wait(60) == 0  # the answer was stopped, then the input had ended

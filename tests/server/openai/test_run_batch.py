@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sidestep import AsyncLLM, EngineArgs, EngineDeadError
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.server.batch import answer_all
 from sidestep.frontend.server.batch_file import BatchRequest, BatchResult
+from tests.processes import run
 from tests.server.live import ROOT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -38,22 +38,9 @@ class Batch:
     def run(self, *lines: str, more: tuple[str, ...] = ()) -> int:
         """Run the command on these lines and return its exit status."""
         self.input.write_text("".join(each + "\n" for each in lines))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "sidestep",
-                "run-batch",
-                "-i",
-                self.input,
-                "-o",
-                self.output,
-                *self._words,
-                *more,
-            ],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
+        files = ("-i", str(self.input), "-o", str(self.output))
+        done = run(
+            *(sys.executable, "-m", "sidestep", "run-batch", *files, *self._words, *more), cwd=ROOT
         )
         assert done.stdout == ""
         self.err = done.stderr
