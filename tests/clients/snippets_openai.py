@@ -123,7 +123,9 @@ def several_choices() -> None:
 
 def the_same_seed_gives_the_same_text() -> None:
     texts = {
-        client.chat.completions.create(model=MODEL, messages=HELLO, seed=7, max_tokens=8)
+        client.chat.completions.create(
+            model=MODEL, messages=HELLO, seed=7, temperature=1, max_tokens=8
+        )
         .choices[0]
         .message.content
         for _ in range(2)

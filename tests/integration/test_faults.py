@@ -104,12 +104,11 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
 
 
 async def test_after_a_death_another_engine_starts_at_once(make_llm: MakeLLM) -> None:
-    options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    llm = make_llm(**options)
-    os.kill(engine_processes(llm)[1][2], signal.SIGKILL)
+    llm = make_llm(pipeline_parallel_size=2)
+    os.kill(engine_processes(llm)[1][1], signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         await consume(llm)
-    await consume(make_llm(**options), SamplingParams(max_tokens=3))
+    await consume(make_llm(pipeline_parallel_size=2), SamplingParams(max_tokens=3))
 
 
 def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: str) -> None:
@@ -121,6 +120,7 @@ def test_a_rank_that_is_killed_while_ranks_come_together_is_named(fake_model: st
         while (
             len(ranks := {name: each for each, name in workers().items() if each not in others}) < 2
         ):
+            assert not starting.done(), "the start has ended before both ranks were there"
             time.sleep(0.01)
         ranks["worker 1 (stage 1)"].kill()
         with pytest.raises(

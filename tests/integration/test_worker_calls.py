@@ -127,15 +127,15 @@ async def test_a_deadline_holds_while_the_engine_sleeps(make_llm: MakeLLM) -> No
 
 
 async def test_sleep_waits_for_running_requests_or_is_refused_in_time(make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=2.0, data_parallel_size=2)
-    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 1000))
+    llm = make_llm(fake_step_ms=8.0, data_parallel_size=2)
+    running = asyncio.create_task(tokens_of(llm, [1, 2, 3], 300))
     await until_stats(llm, num_running=1)
     with pytest.raises(WorkerCallError, match="sleep: requests still ran after 0 s"):
         await llm.sleep(timeout_s=0.0)
     assert not await llm.is_sleeping(), "the other replica was idle, and has been woken"
     assert not running.done()
     await llm.sleep()
-    assert running.done() and len(running.result()) == 1000
+    assert running.done() and len(running.result()) == 300
 
 
 async def test_a_sleep_that_is_cancelled_while_it_waits_does_not_begin(make_llm: MakeLLM) -> None:

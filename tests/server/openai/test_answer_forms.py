@@ -103,11 +103,15 @@ def test_a_chat_s_json_schema_holds(strict: bool | None, fake: LiveServer) -> No
 def test_the_client_s_helpers_parse_what_comes(fake: LiveServer) -> None:
     with client(fake) as api:
         chat = api.chat.completions.parse(
-            model="fake", messages=CHAT, response_format=Place, seed=1
+            model="fake", messages=CHAT, response_format=Place, seed=1, max_tokens=400
         )
         assert isinstance(chat.choices[0].message.parsed, Place)
         response = api.responses.parse(
-            model="fake", input="hi", text_format=Place, extra_body={"seed": 1}
+            model="fake",
+            input="hi",
+            text_format=Place,
+            max_output_tokens=400,
+            extra_body={"seed": 1},
         )
         assert isinstance(response.output_parsed, Place)
 

@@ -83,6 +83,7 @@ def test_usage_counts_what_the_tokenizer_counts(client: openai.OpenAI, tiny: Liv
         model=MODEL,
         prompt=PROMPT,
         max_tokens=17,
+        temperature=1,
         seed=1,
         extra_body={"ignore_eos": True, "skip_special_tokens": False},
     )
@@ -97,7 +98,13 @@ def test_usage_counts_what_the_tokenizer_counts(client: openai.OpenAI, tiny: Liv
 def test_several_choices_each_have_a_seed_of_their_own_and_the_first_has_the_given_one(
     client: openai.OpenAI,
 ) -> None:
-    options: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 12, "seed": 5}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "temperature": 1,
+        "max_tokens": 12,
+        "seed": 5,
+    }
     three = client.completions.create(**options, n=3)
     again = client.completions.create(**options, n=3)
     texts = [c.text for c in three.choices]
