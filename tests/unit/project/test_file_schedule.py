@@ -33,11 +33,12 @@ def test_every_other_test_runs_once_where_two_processes_die(tmp_path: Path) -> N
     for name in "bh":
         (tmp_path / f"test_{name}.py").write_text(DYING)
     (tmp_path / "conftest.py").write_text(CONFTEST)
+    options = "-p xdist.plugin -n 2 --dist loadfile --no-loadscope-reorder -p no:cacheprovider -q"
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
-        + ["-q", "--no-loadscope-reorder", "--rootdir", str(tmp_path), str(tmp_path)],
+        [sys.executable, "-m", "pytest", *options.split(), "--rootdir", tmp_path, tmp_path],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # No other plugins: each of five processes would import them.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
         timeout=100,
