@@ -214,7 +214,8 @@ class DummyWeights(Weights):
     ) -> Tensor:
         """Return random values in the named tensor's shape; ones for a norm."""
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self.dtype, device=self.device)
+            own = shape if rows is None else (len(rows), *shape[1:])
+            return torch.ones(own, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(
             0.0, 0.02, generator=generator

@@ -1,4 +1,4 @@
-"""What the config.json of most decoders says in the same words.
+"""Fields of config.json that most decoders have in the same words.
 
 Each family's reader is a file beside this one and a line in ipc/common/registry.py. It refuses
 fields that would change the model's arithmetic and are not implemented. A reader must not import

@@ -1,0 +1,106 @@
+"""Every registered family: its specification and its model class agree, whole and in parts.
+
+tests/unit/executor/test_model_runner.py compares the same families' tokens with transformers', and
+test_model_size.py their sizes with those of checkpoints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionSetup
+from sidestep.executor.attention.rotary import RotaryTable
+from sidestep.executor.attention.torch_backend import TorchAttention
+from sidestep.executor.layers.weight_loader import DummyWeights
+from sidestep.executor.models.decoder import attention_shape, distinct_ropes, layers_of
+from sidestep.executor.models.model_loading import model_class
+from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.common import registry
+from sidestep.ipc.model.layer_split import split_layers, stage_of
+from sidestep.ipc.model.model_size import layers_size, num_parameters
+from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
+from tests.e2e.models import FAMILIES
+
+CPU = torch.device("cpu")
+
+
+class Counting(DummyWeights):
+    """Weights that count the numbers that a model reads."""
+
+    def __init__(self) -> None:
+        super().__init__(0, torch.float32, CPU)
+        self.count = 0
+
+    def get(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        tensor = super().get(name, shape, rows, columns)
+        self.count += tensor.numel()
+        return tensor
+
+
+def _architecture(family: str) -> str:
+    """Return the name that transformers gives to the class of a family's config."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FAMILIES[family]().model_type])
+
+
+ARCHITECTURES = {family: _architecture(family) for family in FAMILIES}
+
+
+def read_spec(family: str, folder: Path) -> ModelSpec:
+    """Return the spec of a family whose folder has nothing but a config.json."""
+    config = FAMILIES[family]()
+    config.architectures = [ARCHITECTURES[family]]
+    config.save_pretrained(folder)
+    return load_model_spec(str(folder))
+
+
+def test_every_architecture_of_the_registry_is_tested() -> None:
+    assert set(registry.MODELS) == set(ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_and_stages_read_and_keep_what_the_specification_says(
+    family: str, ranks: int, tmp_path: Path
+) -> None:
+    spec = read_spec(family, tmp_path)
+    if not all(one.fits(ranks) for one in spec.divided):
+        assert ranks == 4, "all these models divide among two ranks"
+        return
+    parallel = Parallel()
+    parallel.size = ranks  # rank 0, whose part of the vocabulary has no padding
+    split = split_layers(spec, 2)
+    for layers in ((spec.num_layers,), split):
+        for index in range(len(layers)):
+            stage, weights = stage_of(layers, index), Counting()
+            own = layers_of(spec, stage)
+            model_class(spec.architecture)(spec, weights, parallel, stage)
+            assert weights.count == num_parameters(
+                spec, ranks, own, first=stage.is_first, last=stage.is_last
+            )
+            setup = AttentionSetup(
+                shape=attention_shape(spec, parallel, stage),
+                num_blocks=3,
+                block_size=8,
+                dtype=torch.float32,
+                device=CPU,
+                rotary=[
+                    RotaryTable(rope, own[0].mixer.head_dim, 8, CPU)
+                    for rope in distinct_ropes([layer.mixer for layer in own])
+                ],
+                norm_eps=spec.norm.eps,
+                max_rows=1,
+            )
+            kept = layers_size(spec, ranks, own).kv_per_token
+            assert TorchAttention(setup).cache.nbytes == 3 * 8 * 4 * kept
