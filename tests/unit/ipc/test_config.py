@@ -198,7 +198,7 @@ def test_sections_hold_what_was_given(tmp_path: Path) -> None:
     [
         (
             {"architectures": ["BertModel"]},
-            "BertModel is not supported; supported are LlamaForCausalLM",
+            "BertModel is not supported; supported are Exaone4ForCausalLM, ",
         ),
         (
             {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModel": "own.Own"}},
