@@ -101,7 +101,7 @@ def _rotated_dims(config: HfConfig, given: dict[str, Any], default: float) -> in
     if not is_number(part) or not 0 < part <= 1:
         config.refuse(name, f"must be a number above 0 and at most 1, not {part!r}")
     dims = int(head_dim * part)
-    if dims % 2:
+    if dims % 2 and dims != head_dim:
         config.refuse(name, f"{part} rotates {dims} of {head_dim} values, an odd number")
     return None if dims == head_dim else dims
 
