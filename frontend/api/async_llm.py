@@ -20,6 +20,7 @@ from sidestep.frontend.api.startup import (
 )
 from sidestep.frontend.input.input_processor import InputProcessor, ProcessedRequest
 from sidestep.frontend.input.logits_controls import check_text
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.options.engine_args import EngineArgs
@@ -347,10 +348,15 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
         A long text does not block the event loop.
 
         Raises PromptTooLongError, before tokenising, for a text so long that it cannot fit the
-        model; with `must_fit`, for every text that leaves no room for output.
+        model; with `must_fit`, for every text of more tokens than `prompt_limit` allows.
         """
         self._home.check()
         return await self._inputs.tokenize(text, add_special_tokens, must_fit=must_fit)
+
+    @property
+    def prompt_limit(self) -> PromptLimit:
+        """The most tokens of a prompt."""
+        return self._inputs.limit
 
     def is_waiting(self, request_id: str) -> bool:
         """Return whether a request of this frontend is sent but not yet scheduled."""

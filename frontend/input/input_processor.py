@@ -19,9 +19,10 @@ from sidestep.frontend.input.lane import Lane
 from sidestep.frontend.input.logits_controls import ControlsMaker, check_text
 from sidestep.frontend.input.no_tokenizer import refuse
 from sidestep.frontend.input.output_form import GrammarMaker
-from sidestep.frontend.input.prompts import Prompt, check_length, read_prompt
+from sidestep.frontend.input.prompt_limit import PromptLimit
+from sidestep.frontend.input.prompts import Prompt, read_prompt
 from sidestep.frontend.input.tokenizer import LONG_TEXT, Tokenizer
-from sidestep.ipc.common.errors import PromptTooLongError, ValidationError
+from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import encode_controls
 from sidestep.ipc.params.ranges import MAX_SEED
@@ -83,19 +84,21 @@ class InputProcessor:
         processors: Sequence[str] = (),
         defaults: Mapping[str, Any] | None = None,
         seed: str | None = None,
+        pools: bool = False,
     ) -> None:
         """Keep the options that requests are checked against.
 
         processors: names of the engine's logits processors. defaults: sampling parameters that the
         model's makers set. seed: text from which the seeds of requests without a seed are derived;
-        None draws each seed at random.
+        None draws each seed at random. pools: whether requests get a vector, and no output.
         """
         self.default_sampling = SamplingParams(**(defaults or {}))
         """Sampling parameters of a request that brings none."""
         self._tokenizer = tokenizer
         self._controls = ControlsMaker(tokenizer, vocab_size, processors)
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self.limit = PromptLimit(max_model_len, needs_output=not pools)
+        """Most tokens of a prompt."""
         self._grammars = GrammarMaker(tokenizer)
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._lane = Lane()
@@ -128,9 +131,9 @@ class InputProcessor:
         sampling, best_of = _all_choices(sampling)
         controls = encode_controls(self._controls.make(sampling))
         read = (
-            read_prompt(prompt, self._tokenizer, self._max_model_len)
+            read_prompt(prompt, self._tokenizer, self.limit)
             if not _is_long_chat(prompt)
-            else await asyncio.to_thread(read_prompt, prompt, self._tokenizer, self._max_model_len)
+            else await asyncio.to_thread(read_prompt, prompt, self._tokenizer, self.limit)
         )
         cache_salt = cache_salt if cache_salt is not None else read.cache_salt
         _check_options(priority, cache_salt, num_public_tokens, deadline_s)
@@ -200,13 +203,13 @@ class InputProcessor:
         """
         if not self._tokenizer.has_texts:
             refuse("prompt", "is text; give token ids")
-        if (least := self._tokenizer.bound.least_tokens(text)) + 1 > self._max_model_len:
-            raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
+        if (least := self._tokenizer.bound.least_tokens(text)) > self.limit.longest:
+            raise self.limit.error(least, at_least=True)
         encode = partial(
             self._tokenizer.encode,
             text,
             add_special_tokens,
-            self._max_model_len if must_fit else None,
+            self.limit if must_fit else None,
         )
         if len(text) <= LONG_TEXT:
             return encode()
@@ -223,8 +226,8 @@ class InputProcessor:
             least = self._tokenizer.bound.counted_least_tokens(text)
         except UnicodeEncodeError:
             least = 0  # not a valid text; `encode` raises for it
-        if least + 1 > self._max_model_len:
-            raise PromptTooLongError("prompt", least, self._max_model_len, at_least=True)
+        if least > self.limit.longest:
+            raise self.limit.error(least, at_least=True)
         return encode()
 
     def _check_ids(self, ids: list[int]) -> None:
@@ -236,7 +239,7 @@ class InputProcessor:
             raise ValidationError(
                 "prompt_token_ids", f"{wrong} is not a token id: the model has {self._vocab_size}"
             )
-        check_length(len(ids), self._max_model_len)
+        self.limit.check(len(ids))
 
     def _with_seed(self, sampling: SamplingParams) -> SamplingParams:
         if sampling.seed is not None:
@@ -261,12 +264,14 @@ class InputProcessor:
         A value that has no effect beyond a limit is lowered to the limit, because the engine's
         columns hold 32-bit numbers.
         """
-        room = self._max_model_len - num_prompt
+        if not self.limit.needs_output:
+            return sampling
+        room = self.limit.max_model_len - num_prompt
         if sampling.min_tokens > room:
             raise ValidationError(
                 "min_tokens",
                 f"{sampling.min_tokens} is more than the {room} tokens that fit after "
-                f"the prompt (max_model_len is {self._max_model_len})",
+                f"the prompt (max_model_len is {self.limit.max_model_len})",
             )
         # The controls and the grammar carry the values of these fields.
         changes: dict[str, Any] = {

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.params.sampling_params import SamplingParams
@@ -56,7 +57,7 @@ class NoTokenizer(Tokenizer):
                 refuse(name, "is about text")
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+        self, text: str, add_special_tokens: bool = True, limit: PromptLimit | None = None
     ) -> list[int]:
         """Raise ValidationError: there are no texts."""
         refuse("prompt", "is text; give token ids")

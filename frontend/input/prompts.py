@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.tokenizer import Tokenizer
-from sidestep.ipc.common.errors import PromptTooLongError, ValidationError
+from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.vllm.calls import PROMPT_KEYS
 from sidestep.ipc.vllm.foreign import translate
 from sidestep.ipc.vllm.params import plain
@@ -82,21 +83,21 @@ class ReadPrompt:
     cache_salt: str | None = None
 
 
-def read_prompt(prompt: object, tokenizer: Tokenizer, max_tokens: int) -> ReadPrompt:
+def read_prompt(prompt: object, tokenizer: Tokenizer, limit: PromptLimit) -> ReadPrompt:
     """Return the parts of a prompt; raises ValidationError, which names the wrong part.
 
-    max_tokens: a list of more token ids is refused before its entries are read.
+    limit: a list of more token ids is refused before its entries are read.
     """
     if isinstance(prompt, str):
         return ReadPrompt(prompt)
     if isinstance(prompt, Mapping):
-        return _read_dict(prompt, tokenizer, max_tokens)
+        return _read_dict(prompt, tokenizer, limit)
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return _read_chat({"messages": prompt}, tokenizer)
-    return ReadPrompt(ids=_read_ids("prompt", prompt, max_tokens))
+    return ReadPrompt(ids=_read_ids("prompt", prompt, limit))
 
 
-def _read_dict(given: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: int) -> ReadPrompt:
+def _read_dict(given: Mapping[str, Any], tokenizer: Tokenizer, limit: PromptLimit) -> ReadPrompt:
     prompt = translate(given, PROMPT_KEYS)
     if "messages" in prompt:
         return _read_chat(prompt, tokenizer)
@@ -115,7 +116,7 @@ def _read_dict(given: Mapping[str, Any], tokenizer: Tokenizer, max_tokens: int) 
         raise ValidationError("prompt", f"must be text, not {type(text).__name__}")
     if ids is None:
         return ReadPrompt(text, cache_salt=salt)
-    return ReadPrompt(text, _read_ids("prompt_token_ids", ids, max_tokens), cache_salt=salt)
+    return ReadPrompt(text, _read_ids("prompt_token_ids", ids, limit), cache_salt=salt)
 
 
 def _read_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> ReadPrompt:
@@ -164,7 +165,7 @@ def _check_tools(tools: object) -> None:
             )
 
 
-def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
+def _read_ids(field: str, given: object, limit: PromptLimit) -> list[int]:
     if hasattr(given, "tolist"):  # an array of numpy or a tensor
         given = given.tolist()
     # bytes are a sequence of numbers too, but never token ids.
@@ -175,7 +176,7 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
             else "a list"
         )
         raise ValidationError(field, f"must be {allowed}, not {type(given).__name__}")
-    check_length(len(given), max_tokens)  # before each entry is read
+    limit.check(len(given))  # before each entry is read
     ids = cast(
         list[object], given if all(type(token) is int for token in given) else plain(list(given))
     )
@@ -183,9 +184,3 @@ def _read_ids(field: str, given: object, max_tokens: int) -> list[int]:
         if not isinstance(token, int) or isinstance(token, bool):
             raise ValidationError(field, f"holds {token!r}, which is not a token id")
     return list(cast(list[int], ids))
-
-
-def check_length(num_tokens: int, max_tokens: int) -> None:
-    """Raise PromptTooLongError if a prompt of `num_tokens` leaves no room for output."""
-    if num_tokens + 1 > max_tokens:
-        raise PromptTooLongError("prompt", num_tokens, max_tokens)

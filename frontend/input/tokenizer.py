@@ -21,6 +21,7 @@ from sidestep.frontend.input.chat_template import (
     chat_templates,
 )
 from sidestep.frontend.input.lane import give_memory_back
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.text_bound import TextBound
 from sidestep.frontend.input.token_alphabet import TokenAlphabet
 from sidestep.frontend.input.tokenizer_methods import TokenizerMethods
@@ -28,7 +29,6 @@ from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import (
     EngineStartError,
     NoChatTemplateError,
-    PromptTooLongError,
     ValidationError,
 )
 from sidestep.ipc.params.sampling_params import SamplingParams
@@ -129,15 +129,14 @@ class Tokenizer(TokenizerMethods):
 
     @takes_vllm_arguments
     def encode(
-        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+        self, text: str, add_special_tokens: bool = True, limit: PromptLimit | None = None
     ) -> list[int]:
         """Return the token ids of a text.
 
         By default, add the special tokens that the model puts around every text.
 
         Raises ValidationError for a text with lone surrogates, which no encoding of text can hold.
-        Raises PromptTooLongError for a text that leaves no room for output in a model of length
-        `max_model_len`.
+        Raises PromptTooLongError for a text of more tokens than the limit allows.
         """
         try:
             # For a single text the library releases the interpreter lock only in `encode_batch`. It
@@ -153,10 +152,8 @@ class Tokenizer(TokenizerMethods):
                 "prompt", "is not valid text: it cannot be written as UTF-8"
             ) from None
         try:
-            if (
-                max_model_len is not None and len(encoding) + 1 > max_model_len
-            ):  # before the ids become objects
-                raise PromptTooLongError("prompt", len(encoding), max_model_len)
+            if limit is not None:
+                limit.check(len(encoding))  # before the ids become objects
             return list(encoding.ids)
         finally:
             del encoding

@@ -55,15 +55,23 @@ class UnsupportedError(SidestepError, AttributeError, NotImplementedError):
 
 
 class PromptTooLongError(ValidationError):
-    """A prompt leaves no room for output. It has `num_tokens`, or at least as many."""
+    """A prompt does not fit. It has `num_tokens`, or at least as many."""
 
     def __init__(
-        self, field: str, num_tokens: int, max_model_len: int, *, at_least: bool = False
+        self,
+        field: str,
+        num_tokens: int,
+        max_model_len: int,
+        *,
+        at_least: bool = False,
+        with_output: bool = True,
     ) -> None:
+        """Write the message. with_output: whether a token of output must fit too."""
         super().__init__(
             field,
-            f"has {'at least ' if at_least else ''}{num_tokens} tokens; with one of output that is "
-            f"more than max_model_len ({max_model_len})",
+            f"has {'at least ' if at_least else ''}{num_tokens} tokens; "
+            f"{'with one of output ' if with_output else ''}that is more than max_model_len "
+            f"({max_model_len})",
         )
         self.num_tokens = num_tokens
         self.at_least = at_least

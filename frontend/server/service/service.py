@@ -199,7 +199,7 @@ class Service:
         """Return a prompt's token ids.
 
         Raises ApiError (400) if the text's length shows that it cannot fit, and with `must_fit`
-        also if it leaves no room for output. field: the request's field that the error names.
+        also if it does not fit. field: the request's field that the error names.
         """
         try:
             return await self.llm.tokenize(
@@ -207,13 +207,13 @@ class Service:
             )
         except PromptTooLongError as error:
             raise too_long(
-                field, self.llm.max_model_len, error.num_tokens, at_least=error.at_least
+                field, self.llm.prompt_limit, error.num_tokens, at_least=error.at_least
             ) from None
 
     def check_length(self, field: str, ids: Sequence[int]) -> None:
-        """Raise ApiError (400) for a prompt that leaves no room for output."""
-        if len(ids) + 1 > self.llm.max_model_len:
-            raise too_long(field, self.llm.max_model_len, len(ids))
+        """Raise ApiError (400) for a prompt that does not fit, with output if there is any."""
+        if len(ids) > self.llm.prompt_limit.longest:
+            raise too_long(field, self.llm.prompt_limit, len(ids))
 
     def _check_priority(self, priority: int | None) -> int:
         """Return the priority, 0 if none is given.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStalledError,
@@ -78,15 +79,19 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def too_long(field: str, limit: int, num_tokens: int, *, at_least: bool = False) -> ApiError:
-    """Return the error for a prompt that leaves no room for output.
+def too_long(
+    field: str, limit: PromptLimit, num_tokens: int, *, at_least: bool = False
+) -> ApiError:
+    """Return the error for a prompt that does not fit, with output if there is any.
 
     Its message has the words that clients of OpenAI's API look for.
     """
     return ApiError(
         400,
-        f"This model's maximum context length is {limit} tokens. However, your {field} resulted in "
-        f"{'at least ' * at_least}{num_tokens} tokens, and an answer needs at least one. "
+        f"This model's maximum context length is {limit.max_model_len} tokens. However, your "
+        f"{field} resulted in "
+        f"{'at least ' * at_least}{num_tokens} tokens"
+        f"{', and an answer needs at least one' * limit.needs_output}. "
         f"Please reduce the length of the {field}.",
         param=field,
         code=TOO_LONG,

@@ -22,6 +22,7 @@ from sidestep import (
     ValidationError,
 )
 from sidestep.frontend.api import async_llm
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.ipc.common.errors import SidestepError
 from sidestep.ipc.transport.messages import AddRequest, Answer, Call, Dead, FinishReason, Ready
@@ -104,7 +105,7 @@ async def test_of_two_calls_with_one_id_at_the_same_time_the_later_is_refused(
     llm: AsyncLLM, channel: FakeChannel
 ) -> None:
     text = "x = 1\n" * 500  # tokenised in a thread: both have been called before either is sent
-    llm._inputs._max_model_len = 10_000
+    llm._inputs.limit = PromptLimit(10_000)
     calls = [asyncio.create_task(anext(llm.generate(text, request_id="mine"))) for _ in range(2)]
     await added(channel)
     done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sidestep import SamplingParams, ValidationError
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.transport.messages import AddRequest, decode_to_core, encode
 from tests.unit.frontend.fakes import input_processor
@@ -126,7 +127,7 @@ async def test_the_event_loop_goes_on_while_a_long_text_is_tokenised(tokenizer: 
             self.fast, self.bound = tokenizer.fast, tokenizer.bound
 
         def encode(
-            self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+            self, text: str, add_special_tokens: bool = True, limit: PromptLimit | None = None
         ) -> list[int]:
             tokenising.set()
             assert go_on.wait(30)

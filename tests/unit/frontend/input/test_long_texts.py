@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sidestep.frontend.input.lane import Lane
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.tokenizer import Tokenizer
 
 TEXT = "def get_name(self, value):\n    return self.values[value] + 12345\n"
@@ -64,7 +65,7 @@ def test_the_memory_of_a_long_text_is_given_back(tokenizer: Tokenizer) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    assert tokenizer.encode(TEXT * 20_000, max_model_len=10**9)
+    assert tokenizer.encode(TEXT * 20_000, limit=PromptLimit(10**9))
     done.set()
     watcher.join()
     assert peak[0] - before > 80e6, "the text was not long enough to tell"

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from sidestep import ValidationError
+from sidestep.frontend.input.prompt_limit import PromptLimit
 from sidestep.frontend.input.text_bound import TextBound
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import PromptTooLongError
@@ -137,10 +138,10 @@ class Counted(Tokenizer):
         self.fast, self.bound, self.num = one.fast, one.bound, 0
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, max_model_len: int | None = None
+        self, text: str, add_special_tokens: bool = True, limit: PromptLimit | None = None
     ) -> list[int]:
         self.num += 1
-        return super().encode(text, add_special_tokens, max_model_len)
+        return super().encode(text, add_special_tokens, limit)
 
 
 CHAT = [{"role": "user", "content": "x" * 20_000}]
