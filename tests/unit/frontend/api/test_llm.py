@@ -21,7 +21,7 @@ from sidestep import (
     ValidationError,
 )
 from sidestep.frontend.api import llm as module
-from sidestep.frontend.api.llm import as_list_of_conversations, as_list_of_prompts
+from sidestep.frontend.api.batch import as_list_of_conversations, as_list_of_prompts
 from sidestep.frontend.output.outputs import CompletionOutput, RequestMetrics
 
 CHAT = [{"role": "user", "content": "hi"}]
