@@ -35,6 +35,7 @@ from sidestep.frontend.server.schemas.protocol import (
     Usage,
 )
 from sidestep.frontend.server.schemas.structure import form_of
+from sidestep.frontend.server.service.prompt_ids import Prompts, split_prompts, token_ids_of
 from sidestep.frontend.server.service.service import Service, new_id
 from sidestep.frontend.server.transport.errors import refused
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
@@ -45,14 +46,10 @@ MAX_CHOICES = 1024
 _DEFAULT_TOKENS = 16
 
 
-PromptText = Annotated[str, msgspec.Meta(min_length=1)]
-PromptIds = Annotated[list[Natural], msgspec.Meta(min_length=1)]
-
-
 class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Body of a request to /v1/completions."""
 
-    prompt: PromptText | Annotated[list[PromptText | int | PromptIds], msgspec.Meta(min_length=1)]
+    prompt: Prompts
     """Prompt as text or token ids, or a list of either."""
     max_tokens: Natural | None = None
     """0 is allowed only with echo, for the prompt's logprobs."""
@@ -148,35 +145,20 @@ class CompletionRoute:
 
     async def _read(self, request: CompletionRequest, size: int) -> list[list[int]]:
         """Return the token ids of each prompt. Raises ApiError."""
-        prompts = await self._service.large.run(size, _prompts, request.prompt)
+        service = self._service
+        prompts = await service.large.run(size, split_prompts, "prompt", request.prompt)
         num = request.best_of or request.n or 1
         if len(prompts) * num > MAX_CHOICES:
             raise refused(
                 "prompt",
                 f"{len(prompts)} prompts with {num} completions each are more than {MAX_CHOICES}",
             )
-        special, tokenize = request.add_special_tokens is not False, self._service.tokenize
-        names = [f"prompt[{i}]" for i in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
-        ids = [
-            await tokenize(name, p, add_special_tokens=special) if isinstance(p, str) else p
-            for name, p in zip(names, prompts, strict=True)
-        ]
-        for name, prompt in zip(names, ids, strict=True):
-            if not prompt:
-                raise refused(name, "is empty")
-            self._service.check_length(name, prompt)
-        await self._service.large.run(size, self._check_ranges, names, ids)
-        return ids
+        special = request.add_special_tokens is not False
+        return await token_ids_of(service, "prompt", prompts, size, add_special_tokens=special)
 
     def _texts(self, prompts: Sequence[Sequence[int]]) -> list[str]:
         tokenizer = self._service.llm.get_tokenizer()
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
-
-    def _check_ranges(self, names: Sequence[str], prompts: Sequence[Sequence[int]]) -> None:
-        size = self._service.llm.vocab_size
-        for name, ids in zip(names, prompts, strict=True):
-            if max(ids) >= size:
-                raise refused(name, f"{max(ids)} is not a token id: the model has {size}")
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -226,21 +208,6 @@ def beam_search_params(request: CompletionRequest, max_tokens: int) -> BeamSearc
         early_stopping=request.early_stopping or False,
         include_stop_str_in_output=request.include_stop_str_in_output is True,
     )
-
-
-def _prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
-    """Return one text or list of token ids for each prompt. Raises ApiError for a mixture."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if all(isinstance(item, int) for item in prompt):
-        if any(cast(int, item) < 0 for item in prompt):
-            raise refused("prompt", "holds a negative number, which is not a token id")
-        return [cast(list[int], prompt)]
-    if not all(isinstance(item, str) for item in prompt) and not all(
-        isinstance(item, list) for item in prompt
-    ):
-        raise refused("prompt", "must be text, token ids, or a list of one of these")
-    return cast(list[str | list[int]], prompt)
 
 
 @dataclass(kw_only=True, eq=False)
