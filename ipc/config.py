@@ -64,6 +64,12 @@ class EngineConfig:
                 f"{wanted} is more than the model's {limit} positions",
             )
         check_tensor_parallel(spec, tp)
+        if spec.pooling is not None:
+            for name, value in (
+                ("speculative_config", self.scheduler.speculative_config),
+                ("logits_processors", self.model.logits_processors),
+            ):
+                require(not value, name, "has no meaning with runner 'pooling': no text is made")
         pp, layers = self.parallel.pipeline_parallel_size, self.parallel.pipeline_layers
         require(
             pp <= spec.num_layers,

@@ -20,6 +20,7 @@ from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.pooling_spec import RUNNERS
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
@@ -58,6 +59,19 @@ class ModelConfig(Options):
         choices=TOKENIZER_MODES,
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    runner: str = option(
+        "auto",
+        "Use of the model: 'generate' text, or 'pooling' for embeddings, scores and classes. "
+        "'auto' pools with a model that has a classification head, no head, or a folder of "
+        "sentence-transformers.",
+        choices=RUNNERS,
+    )
+    pooler_config: dict[str, Any] | None = option(
+        None,
+        "With runner 'pooling': fields that replace the model's own, as JSON, such as "
+        '\'{"pooling_type": "MEAN", "normalize": false}\'.',
+        parse=parse_mapping,
+    )
     dtype: str = option(
         "auto",
         "Type of weights and activations; 'auto' is the checkpoint's on a GPU, and float32 on a "

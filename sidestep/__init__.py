@@ -36,6 +36,13 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
+    from sidestep.frontend.output.pooling_outputs import (
+        ClassificationOutput,
+        EmbeddingOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+    )
     from sidestep.inputs import PromptType
     from sidestep.ipc.common.errors import (
         EngineDeadError,
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
     )
     from sidestep.ipc.config_sections import DEFAULT_MODEL
     from sidestep.ipc.params.beam_search_params import BeamSearchParams
+    from sidestep.ipc.params.pooling_params import PoolingParams
     from sidestep.ipc.params.sampling_params import (
         RepetitionDetectionParams,
         RequestOutputKind,
@@ -73,6 +81,11 @@ _HOMES = {
     "Logprob": "frontend.output.outputs",
     "RequestMetrics": "frontend.output.outputs",
     "RequestOutput": "frontend.output.outputs",
+    "ClassificationOutput": "frontend.output.pooling_outputs",
+    "EmbeddingOutput": "frontend.output.pooling_outputs",
+    "PoolingOutput": "frontend.output.pooling_outputs",
+    "PoolingRequestOutput": "frontend.output.pooling_outputs",
+    "ScoringOutput": "frontend.output.pooling_outputs",
     "ChatPrompt": "frontend.input.prompts",
     "TextPrompt": "frontend.input.prompts",
     "TokensPrompt": "frontend.input.prompts",
@@ -97,6 +110,7 @@ _HOMES = {
     "WorkerCallError": "ipc.common.errors",
     "RequestRecord": "ipc.transport.records",
     "StepRecord": "ipc.transport.records",
+    "PoolingParams": "ipc.params.pooling_params",
     "RepetitionDetectionParams": "ipc.params.sampling_params",
     "RequestOutputKind": "ipc.params.sampling_params",
     "SamplingParams": "ipc.params.sampling_params",
@@ -114,12 +128,17 @@ __all__ = [
     "BeamSearchSequence",
     "BestOfN",
     "ChatPrompt",
+    "ClassificationOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EngineArgs",
     "EngineDeadError",
     "EngineStalledError",
     "EngineStartError",
     "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "QueueFullError",
     "RepetitionDetectionParams",
@@ -130,6 +149,7 @@ __all__ = [
     "RequestRecord",
     "Revision",
     "SamplingParams",
+    "ScoringOutput",
     "SidestepError",
     "StepRecord",
     "StructuredOutputsParams",

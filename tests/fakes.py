@@ -21,8 +21,10 @@ from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.pooling_spec import PoolingSpec
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
+from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.messages import (
@@ -33,7 +35,14 @@ from sidestep.ipc.transport.messages import (
     pack_ids,
     unpack_ids,
 )
-from sidestep.ipc.transport.step import Columns, LogprobColumns, StepInput, StepMasks, StepOutput
+from sidestep.ipc.transport.step import (
+    Columns,
+    Float32,
+    LogprobColumns,
+    StepInput,
+    StepMasks,
+    StepOutput,
+)
 
 VOCAB_SIZE = 50
 LAYER = LayerSpec(
@@ -128,6 +137,15 @@ def make_beam_request(
     return msgspec.structs.replace(plain, beam_search=params)
 
 
+def make_pooling_request(
+    prompt: list[int], pooling: PoolingType = "last", *, handle: int = 0, **more: Any
+) -> AddRequest:
+    """Return a request for a vector as a frontend would send it."""
+    return msgspec.structs.replace(
+        make_request(prompt, 1, handle=handle, temperature=0.0, **more), pooling=pooling
+    )
+
+
 def make_scheduler(
     *,
     num_blocks: int = 64,
@@ -178,8 +196,10 @@ def invariants_hold() -> object:
     _made.clear()
 
 
-def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunner:
-    """Return a fake device with the scheduler's sizes."""
+def make_runner(
+    scheduler: Scheduler, vocab_size: int = VOCAB_SIZE, pooling: PoolingType | None = None
+) -> FakeRunner:
+    """Return a fake device with the scheduler's sizes. pooling: for vectors of this type."""
     cache = CacheConfig(
         block_size=scheduler.kv.block_size, num_kv_blocks=scheduler.kv.pool.num_blocks
     )
@@ -187,7 +207,13 @@ def make_runner(scheduler: Scheduler, vocab_size: int = VOCAB_SIZE) -> FakeRunne
     return FakeRunner(
         WorkerArgs(
             rank=0,
-            spec=msgspec.structs.replace(SPEC, vocab_size=vocab_size),
+            spec=msgspec.structs.replace(
+                SPEC,
+                vocab_size=vocab_size,
+                pooling=None
+                if pooling is None
+                else PoolingSpec(task="embed", pooling=pooling, width=8, activation="none"),
+            ),
             model=ModelConfig(),
             cache=cache,
             parallel=parallel,
@@ -220,6 +246,7 @@ class Engine:
         default_factory=lambda: defaultdict(list)
     )
     """For each sampled token: its position, and the tokens whose logprobs the frontend got."""
+    vectors: dict[int, Float32] = field(default_factory=dict)
     steps: list[StepInput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -323,6 +350,11 @@ class Engine:
                     columns.keys, columns.positions, ids, strict=True
                 ):
                     self.logprobs[int(handle)].append((int(position), tokens.tolist()))
+            if box.pooled:
+                handles = unpack_ids(box.pooled).tolist()
+                rows = np.frombuffer(box.vectors, np.float32).reshape(len(handles), -1)
+                assert not self.vectors.keys() & set(handles), "a vector came twice"
+                self.vectors |= dict(zip(handles, rows, strict=True))
             for start in box.started:
                 assert start.handle not in self.started, "started twice"
                 self.started[start.handle] = start

@@ -147,7 +147,9 @@ def why_never(
     first, num = requests[0], len(requests)
     if not first.num_prompt:
         return "prompt: is empty"
-    if first.num_prompt >= max_model_len:
+    if first.pooling is not None and first.num_prompt > max_model_len:
+        return f"prompt: {first.num_prompt} tokens are more than the {max_model_len} that fit"
+    if first.pooling is None and first.num_prompt >= max_model_len:
         return (
             f"prompt: {first.num_prompt} tokens and one of output are more than the "
             f"{max_model_len} that fit"

@@ -54,7 +54,7 @@ class KVCacheManager:
         (see `_fork`).
         """
         # prompt_logprobs needs every prompt token computed, so the cache is skipped.
-        hits = [] if request.must_tell_of_prompt else self._match_prefix(request)
+        hits = [] if request.needs_whole_prompt else self._match_prefix(request)
         num_hit = len(hits) * self.block_size
         wanted = (
             self.blocks_for(len(request.token_ids))

@@ -13,6 +13,7 @@ from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.requests.progress import Progress
 from sidestep.engine_core.requests.request_drafts import RequestDrafts
 from sidestep.engine_core.requests.timing import Timing
+from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.transport.messages import AddRequest, Beam, FinishReason, unpack_ids
 
@@ -54,6 +55,8 @@ class Request(Progress):
     """Whether its frontend knows that it has been scheduled."""
     grammar: GrammarState | None = None
     """State of its output in its grammar, if it has one."""
+    pooling: PoolingType | None = None
+    """How its vector is made; None for a request that generates text."""
 
     def __repr__(self) -> str:
         return (
@@ -73,9 +76,11 @@ class Request(Progress):
         """Return a waiting request."""
         prompt, outputs = unpack_ids(message.prompt_token_ids), unpack_ids(message.output_token_ids)
         tokens: list[int] = [*prompt.tolist(), *outputs.tolist()]
-        sampling = message.sampling
+        sampling, longest = message.sampling, max_model_len
+        if message.pooling is not None:
+            longest = len(prompt) + 1  # its vector counts as an output that is never computed
         eos = frozenset() if sampling.ignore_eos else eos_token_ids
-        wanted = max_model_len if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        wanted = longest if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         return cls(
             client=message.client,
             handle=message.handle,
@@ -83,7 +88,7 @@ class Request(Progress):
             token_ids=tokens,
             num_prompt=len(prompt),
             sampling=sampling,
-            max_total=min(wanted, max_model_len),
+            max_total=min(wanted, longest),
             stop_ids=eos | frozenset(sampling.stop_token_ids or ()),
             eos_ids=eos,
             timing=Timing(message.arrival),
@@ -95,6 +100,7 @@ class Request(Progress):
             # A proposer looks at all tokens, also at those in the cache.
             has_past_sent=bool(message.controls) or max_drafts > 0,
             max_drafts=max_drafts,
+            pooling=message.pooling,
         )
 
     @property
@@ -103,8 +109,13 @@ class Request(Progress):
         return self.grammar is not None and self.grammar.matcher is None
 
     @property
-    def must_tell_of_prompt(self) -> bool:
-        """Whether its whole prompt must be computed, because it asks for prompt_logprobs."""
+    def needs_whole_prompt(self) -> bool:
+        """Whether its whole prompt must be computed, because its result has a part of each token.
+
+        It asks for prompt_logprobs, or for a vector of other tokens than the last.
+        """
+        if self.pooling is not None:
+            return self.pooling != "last"
         return self.sampling.prompt_logprobs is not None and self.timing.first_token is None
 
     @property

@@ -17,6 +17,8 @@ class Outbox:
     finished: list[Finished] = field(default_factory=list)
     logprobs: bytes = b""
     prompt_logprobs: bytes = b""
+    pooled: list[int] = field(default_factory=list)
+    vectors: list[bytes] = field(default_factory=list)
 
     def message(self) -> Outputs:
         """Return all of it as one message."""
@@ -27,6 +29,8 @@ class Outbox:
             finished=self.finished,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
+            pooled=pack_ids(self.pooled) if self.pooled else b"",
+            vectors=b"".join(self.vectors),
         )
 
 

@@ -71,6 +71,30 @@ class StepResults:
 
     def take(self, plan: StepPlan, output: StepOutput) -> None:
         """Take the output of a step that was planned as `plan`."""
+        if len(output.vectors):
+            self._take_vectors(plan, output)
+        else:
+            self._take_tokens_of(plan, output)
+        # Slots and blocks that no step in flight touches any more go back.
+        for request in plan.rows:
+            if request.row_is_back():
+                self._roster.release(request)
+
+    def _take_vectors(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take the vectors of a step's rows, each of which ends its request."""
+        vectors = output.vectors.reshape(len(plan.sampling), -1)
+        for request, vector in zip(plan.sampling, vectors, strict=True):
+            request.take_sample(0, 0)
+            if request.status is RequestStatus.FINISHED:
+                continue
+            request.timing.first_token_at(self._clock())
+            outbox = self._outboxes.of(request.client)
+            outbox.pooled.append(request.handle)
+            outbox.vectors.append(vector.tobytes())
+            self._roster.end(request, FinishReason.STOP)
+
+    def _take_tokens_of(self, plan: StepPlan, output: StepOutput) -> None:
+        """Take the tokens of a step's rows, and what belongs to them."""
         for client, told in share_logprobs(output.logprobs, plan.sampling, plan.late):
             self._outboxes.of(client).logprobs = told
         for client, told in share_logprobs(output.prompt_logprobs, plan.rows):
@@ -79,7 +103,7 @@ class StepResults:
             candidates_of_beams(output.logprobs, plan.sampling) if len(output.logprobs) else {}
         )
         self._count_drafts(plan, output)
-        # 1. Tokens replace placeholders. Tokens of requests that have ended are dropped.
+        # Tokens replace placeholders. Tokens of requests that have ended are dropped.
         late, most = plan.late, plan.num_drafts
         for request, tokens in zip(plan.sampling, output.by_row(), strict=True):
             if late and request in late:
@@ -91,10 +115,6 @@ class StepResults:
                 self._take_candidates(request.group, request, candidates[request])
             else:
                 self._take_tokens(request, tokens)
-        # 2. Slots and blocks that no step in flight touches any more go back.
-        for request in plan.rows:
-            if request.row_is_back():
-                self._roster.release(request)
 
     def _count_drafts(self, plan: StepPlan, output: StepOutput) -> None:
         """Count and charge a step's drafts for their requests, before the step ends any."""

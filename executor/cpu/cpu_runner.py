@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.cpu.cpu_model import CpuModel
+from sidestep.executor.cpu.cpu_model import CPU, CpuModel
 from sidestep.executor.cpu.drafted_rows import DraftedRows
 from sidestep.executor.cpu.last_stage import LastStage, Sampling
 from sidestep.executor.models.new_weights import WeightCalls
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
+from sidestep.executor.pooling.pooler import Pooler
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import HostBatch, make_batch
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
@@ -40,7 +41,7 @@ class CpuStep:
     stream: Tensor | None = None
     """[T, D] What the stage before has sent, and then what this stage sends."""
     sampling: Sampling | None = None
-    """Set by the last stage."""
+    """Set by the last stage of a model that generates text."""
 
 
 class ModelRunner(StepOrder[CpuStep]):
@@ -62,13 +63,19 @@ class ModelRunner(StepOrder[CpuStep]):
         self._state = HostTables(self._limits.num_slots, args.max_model_len, self._model.block_size)
         slots = SlotState(self._limits.num_slots, self._limits.num_drafts)
         self._pipeline = Pipeline(args, slots.table, self._limits.max_steps_in_flight)
-        self.samples, proposer = self._stage.is_last, None
+        pools = args.spec.pooling is not None
+        self.samples, proposer = self._stage.is_last and not pools, None
         if self.samples:
             proposer = make_proposer(args.scheduler.speculation, args.spec.vocab_size)
         self._drafted = DraftedRows(self._state, slots, proposer)
         self._last = (
             LastStage(args, self._limits, self._model, self._state, self._drafted)
             if self.samples
+            else None
+        )
+        self._pooler = (
+            Pooler(args.spec, self._limits.num_slots, CPU)
+            if pools and self._stage.is_last
             else None
         )
         self.calls = (
@@ -114,8 +121,18 @@ class ModelRunner(StepOrder[CpuStep]):
             inputs = torch.from_numpy(self._drafted.input_ids(work.batch))
         if self._last is not None:
             work.sampling = self._last.compute(inputs, work.batch, work.step)
+        elif self._pooler is not None:
+            self._pool(self._pooler, inputs, work)
         else:
             work.stream = self._model.states(inputs, work.batch, None).hidden
+
+    def _pool(self, pooler: Pooler, inputs: Tensor, work: CpuStep) -> None:
+        """Compute the last layers, and the vectors of the rows that end their prompts."""
+        batch, tokens = work.batch, pooler.tokens(work.batch)
+        rows = None if len(tokens) == batch.total_tokens else torch.from_numpy(tokens)
+        stream = self._model.states(inputs, batch, rows)
+        vectors = pooler.pool(self._model.decoder, stream, batch, work.step)
+        work.output.vectors = vectors.numpy().reshape(-1)
 
     def _take_masks(self, work: CpuStep, masks: StepMasks) -> None:
         assert self._last is not None and work.sampling is not None

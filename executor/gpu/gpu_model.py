@@ -116,7 +116,13 @@ class GpuModel:
 
     @property
     def _captures(self) -> bool:
-        return self._setup.backend.graph_safe and not self._setup.args.parallel.enforce_eager
+        # The steps of a model that pools are prompts, and what is made of them differs in size.
+        args = self._setup.args
+        return (
+            self._setup.backend.graph_safe
+            and not args.parallel.enforce_eager
+            and args.spec.pooling is None
+        )
 
     def _new_kernels(self, loaded: LoadedModel) -> StepKernels:
         return StepKernels(self._setup, self._memory, self._parallel, loaded, self.num_blocks)

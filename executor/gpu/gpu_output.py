@@ -51,13 +51,25 @@ class StepResult:
             output.next_drafts = drafts[:, 1:][np.arange(drafts.shape[1] - 1) < drafts[:, :1]]
 
 
+@dataclass(frozen=True, slots=True)
+class PooledResult:
+    """The vectors of a step, in pinned memory once the step has ended."""
+
+    vectors: Tensor
+    """float32 [S, W]"""
+
+    def tell(self, output: StepOutput) -> None:
+        """Add the vectors to the output of a step that has ended."""
+        output.vectors = self.vectors.numpy().reshape(-1)
+
+
 class GpuOutput(PendingOutput):
     """A step that runs on the device or is queued there."""
 
     def __init__(
         self,
         step_id: int,
-        result: StepResult | None,
+        result: StepResult | PooledResult | None,
         started: torch.cuda.Event,
         done: torch.cuda.Event,
         clock: DeviceClock,

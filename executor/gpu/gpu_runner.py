@@ -32,7 +32,7 @@ from sidestep.executor.base import WorkerReady
 from sidestep.executor.gpu.cuda_graphs import StepGraph, StepSizes, eager_sizes
 from sidestep.executor.gpu.device_clock import DeviceClock
 from sidestep.executor.gpu.gpu_model import GpuModel
-from sidestep.executor.gpu.gpu_output import GpuOutput, StepResult
+from sidestep.executor.gpu.gpu_output import GpuOutput, PooledResult, StepResult
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
 from sidestep.executor.gpu.last_stage import LastStage
 from sidestep.executor.gpu.step_kernels import StepKernels
@@ -41,13 +41,14 @@ from sidestep.executor.models.model_loading import pick_device
 from sidestep.executor.models.new_weights import WeightCalls
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
+from sidestep.executor.pooling.pooler import Pooler
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.runner.runner import PendingOutput, WorkerArgs
 from sidestep.executor.runner.sleep import SleepCalls
 from sidestep.executor.runner.step_order import StepOrder
 from sidestep.executor.runner.torch_profile import TorchProfile
-from sidestep.executor.runner.transfer import to_device
+from sidestep.executor.runner.transfer import to_device, to_host
 from sidestep.executor.sampling.prompt_logprobs import PromptTokens
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
@@ -73,7 +74,7 @@ class GpuStep:
     prompts: PromptTokens | None
     about_prompts: list[Logprobs] = field(default_factory=list)
     masks: StepMasks | None = None
-    result: StepResult | None = None
+    result: StepResult | PooledResult | None = None
     """None in a stage that is not the last."""
 
     @property
@@ -114,8 +115,13 @@ class GpuRunner(StepOrder[GpuStep]):
             self._pipeline = Pipeline(
                 args, memory.tables.progress, setup.limits.max_steps_in_flight
             )
-            self._last = LastStage(setup, memory) if self._stage.is_last else None
-            self.samples = self._stage.is_last
+            self._last = LastStage(setup, memory) if setup.samples else None
+            self._pooler = (
+                Pooler(args.spec, setup.limits.num_slots, device)
+                if self._stage.is_last and not setup.samples
+                else None
+            )
+            self.samples = setup.samples
             self._state = HostTables(setup.limits.num_slots, args.max_model_len, setup.block_size)
             self._num_steps = 0
             self._model = GpuModel(setup, memory, parallel)
@@ -185,7 +191,18 @@ class GpuRunner(StepOrder[GpuStep]):
             if self._setup.backend.graph_safe
             else StepSizes(rows, work.num_tokens, decodes, rows - decodes)
         )
-        work.about_prompts = work.kernels.launch(sizes, work.layout, batch, work.prompts)
+        if self._pooler is not None:
+            self._pool(self._pooler, work, sizes)
+        else:
+            work.about_prompts = work.kernels.launch(sizes, work.layout, batch, work.prompts)
+
+    def _pool(self, pooler: Pooler, work: GpuStep, sizes: StepSizes) -> None:
+        """Launch a step of a model that pools, and the copy of its vectors to the host."""
+        batch = work.batch
+        stream = work.kernels.states(sizes, work.layout, batch, of_rows=pooler.of_last)
+        at = batch.sampling_rows if pooler.of_last else pooler.tokens(batch)
+        vectors = pooler.pool(work.kernels.model.decoder, stream, batch, work.step, at)
+        work.result = PooledResult(to_host(vectors))
 
     def _take_masks(self, work: GpuStep, masks: StepMasks) -> None:
         assert self._last is not None

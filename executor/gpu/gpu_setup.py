@@ -26,6 +26,8 @@ class GpuSetup:
         self.args = args
         self.device = device
         self.stage = args.stage
+        self.samples = self.stage.is_last and args.spec.pooling is None
+        """Whether this rank samples tokens."""
         self.dtype = pick_dtype(args, device)
         self.block_size = args.cache.block_size or GPU_BLOCK_SIZE
         if self.block_size % 16:
@@ -58,7 +60,7 @@ class StepMemory:
     """Memory on the device that all steps use: message, tables, and the sampler's."""
 
     def __init__(self, setup: GpuSetup) -> None:
-        args, limits, device, last = setup.args, setup.limits, setup.device, setup.stage.is_last
+        args, limits, device, last = setup.args, setup.limits, setup.device, setup.samples
         self.layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
         """The layout of the largest step's message."""
         self.tables = make_slot_tables(
@@ -84,4 +86,4 @@ class StepMemory:
             if last
             else None
         )
-        """None in a stage that is not the last."""
+        """None where nothing is sampled."""

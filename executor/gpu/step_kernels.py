@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, DeviceRows, StepBatch
 from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
+from sidestep.executor.gpu.device_tables import StepRows
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import load_model, load_rotary
@@ -27,10 +28,12 @@ from sidestep.executor.sampling.prompt_logprobs import (
 )
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.model.speculative_config import tiers_of
+from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
 from sidestep.kernels.triton.prepare_step_triton import (
     HEADER,
     MASKED,
+    StepInputs,
     StepLayout,
     prepare_step,
 )
@@ -50,10 +53,10 @@ class LoadedModel:
         self.rotary = load_rotary(args, device)
         self.logits = (
             self.decoder.new_logits(most_queries(setup.limits))
-            if setup.stage.is_last
+            if setup.samples
             else torch.empty(0, device=device)
         )
-        """[most queries, V], padded; empty in a stage that is not the last."""
+        """[most queries, V], padded; empty where nothing is sampled."""
 
 
 class StepKernels:
@@ -102,6 +105,57 @@ class StepKernels:
         log-probabilities. empty: allocates what the first kernel writes.
         """
         memory, model, attention = self._memory, self.model, self.attention
+        rows, prepared = self._prepare(sizes, layout, host, empty)
+        inputs = self._inputs(sizes, prepared)
+        if not self._stage.is_last:
+            hidden = model.decoder.states(inputs, attention, None).hidden
+            if hidden.data_ptr() != memory.hidden.data_ptr():  # added to in place
+                memory.hidden[: sizes.tokens].copy_(hidden)
+            return []
+        chosen = None if sizes.decode_only else prepared.last_tokens
+        if prompts is not None:
+            chosen = with_prompt_tokens(prepared.last_tokens, prompts)
+        stream = model.decoder.states(inputs, attention, chosen)
+        if memory.sampler is None:  # the model pools, and this is a trial
+            model.decoder.scores(stream.normed().float())
+            return []
+        count = sizes.rows * sizes.queries
+        logits = model.decoder.logits(
+            stream if prompts is None else stream.part(0, count), model.logits[:count]
+        )
+        mask_logits(logits, memory.message, memory.message[MASKED:], rows.query_lens, sizes.queries)
+        memory.sampler.sample_step(logits, rows)
+        return (
+            [] if prompts is None else prompt_logprobs(model.decoder, stream, sizes.rows, prompts)
+        )
+
+    def states(
+        self, sizes: StepSizes, layout: StepLayout, host: HostBatch, *, of_rows: bool
+    ) -> Stream:
+        """Launch the layers of a step in the last stage, and return the residual stream after them.
+
+        of_rows: whether it has the last token of each row alone, else all tokens; both with
+        padding behind them.
+        """
+        _, prepared = self._prepare(sizes, layout, host, torch.empty)
+        chosen = prepared.last_tokens if of_rows and not sizes.decode_only else None
+        return self.model.decoder.states(self._inputs(sizes, prepared), self.attention, chosen)
+
+    def _inputs(self, sizes: StepSizes, prepared: StepInputs) -> Tensor:
+        """Return the token ids, or the stream that the stage before has sent."""
+        if self._stage.is_first:
+            return prepared.token_ids
+        return self._memory.hidden[: sizes.tokens]
+
+    def _prepare(
+        self,
+        sizes: StepSizes,
+        layout: StepLayout,
+        host: HostBatch | None,
+        empty: Callable[..., Tensor],
+    ) -> tuple[StepRows, StepInputs]:
+        """Launch the first kernel, and return what it writes; tell the attention of the step."""
+        memory, attention = self._memory, self.attention
         message, tables, device = memory.message, memory.tables, memory.message.device
         rows = memory.columns.step_rows(message, layout, sizes.rows, sizes.queries)
         token_ids, positions, slot_mapping = (
@@ -134,23 +188,4 @@ class StepKernels:
                 ),
             )
         )
-        inputs = token_ids if self._stage.is_first else memory.hidden[: sizes.tokens]
-        if not self._stage.is_last:
-            hidden = model.decoder.states(inputs, attention, None).hidden
-            if hidden.data_ptr() != memory.hidden.data_ptr():  # added to in place
-                memory.hidden[: sizes.tokens].copy_(hidden)
-            return []
-        chosen = None if sizes.decode_only else prepared.last_tokens
-        if prompts is not None:
-            chosen = with_prompt_tokens(prepared.last_tokens, prompts)
-        stream = model.decoder.states(inputs, attention, chosen)
-        count = sizes.rows * sizes.queries
-        logits = model.decoder.logits(
-            stream if prompts is None else stream.part(0, count), model.logits[:count]
-        )
-        mask_logits(logits, message, message[MASKED:], rows.query_lens, sizes.queries)
-        assert memory.sampler is not None
-        memory.sampler.sample_step(logits, rows)
-        return (
-            [] if prompts is None else prompt_logprobs(model.decoder, stream, sizes.rows, prompts)
-        )
+        return rows, prepared

@@ -69,7 +69,7 @@ def launch_all(
     setup: GpuSetup, memory: StepMemory, parallel: Parallel, kernels: StepKernels
 ) -> None:
     """Launch whatever any step may need."""
-    limits, last = setup.limits, setup.stage.is_last
+    limits, last = setup.limits, setup.samples
     most, tokens, model = limits.max_num_seqs, limits.max_num_batched_tokens, kernels.model
     # The kernels that take longest to compile come first: the samplers, then attention.
     kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]

@@ -129,7 +129,7 @@ class CheckpointWeights(Weights):
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
         stored = self._names.get(name, name)
-        self._unused.discard(stored)
+        self._unused -= {name, stored}
         part = handle.get_slice(stored)
         found = tuple(part.get_shape())
         if found != shape:
@@ -152,6 +152,15 @@ class CheckpointWeights(Weights):
         """
         self._handle_of[name] = self._handle_of[other]
         self._names[name] = other
+
+    def put_below(self, beginning: str) -> None:
+        """Give each tensor a name that begins so, and then with its name in the files.
+
+        Checkpoints of a model without a head leave the beginning out.
+        """
+        self._names = {f"{beginning}{name}": name for name in self._handle_of}
+        self._handle_of = {f"{beginning}{n}": handle for n, handle in self._handle_of.items()}
+        self._unused = set(self._handle_of)
 
     def are_equal(self, one: str, other: str) -> bool:
         """Return whether two tensors of the checkpoint hold the same values.

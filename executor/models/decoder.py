@@ -61,7 +61,9 @@ def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
     if not stage.is_first:
         names.append("model.embed_tokens.")
     if not stage.is_last:
-        names += ["model.norm.", "lm_head."]
+        names += ["model.norm.", "lm_head.", "score."]
+    if spec.pooling is not None:
+        names.append("lm_head.")
     return names
 
 
@@ -75,6 +77,19 @@ def norm_before(spec: ModelSpec, weights: Weights, layer: str, name: str) -> Rms
     if name:
         return hidden_norm(spec, weights, f"{layer}.{name}")
     return NoNorm(torch.ones(spec.hidden_size, dtype=weights.dtype, device=weights.device), 0.0)
+
+
+def score_weight(spec: ModelSpec, weights: Weights) -> Tensor | None:
+    """Return the matrix [W, D] of the head that classifies; None for a model without one."""
+    pooling, size = spec.pooling, (spec.vocab_size, spec.hidden_size)
+    if pooling is None or not pooling.has_head:
+        return None
+    if not pooling.head_token_ids:
+        return weights.get("score.weight", (pooling.width, spec.hidden_size))
+    # The softmax over the logits of two tokens is the sigmoid of their difference.
+    name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    no, yes = (weights.get(name, size, rows=range(i, i + 1)) for i in pooling.head_token_ids)
+    return yes - no
 
 
 class Layer:
@@ -173,7 +188,10 @@ class DecoderForCausalLM:
             for local_index, index in enumerate(stage.layers)
         ]
         self._head: VocabParallelHead | None = None
-        if stage.is_last:
+        self._score: Tensor | None = None
+        if stage.is_last and spec.pooling is not None:
+            self._score = score_weight(spec, weights)
+        elif stage.is_last:
             tied = spec.tie_word_embeddings
             output = (
                 embedded
@@ -212,7 +230,7 @@ class DecoderForCausalLM:
             self._layers[0].warm_up(
                 Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm)
             )
-            if with_head:
+            if with_head and self._head is not None:
                 self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 
     def new_logits(self, rows: int) -> Tensor:
@@ -253,3 +271,10 @@ class DecoderForCausalLM:
         """
         assert self._head is not None
         return self._head(stream, out)
+
+    def scores(self, states: Tensor) -> Tensor:
+        """Return the outputs of the head that classifies, float32 [R, W].
+
+        states: float32 [R, D], pooled. Without such a head they are the result.
+        """
+        return states if self._score is None else states @ self._score.float().T

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Checkpoint names of the embedding's weight and of the head's."""
+BODY = "model."
+"""Beginning of the names of all weights but the head's."""
 
 
 def pick_device(args: WorkerArgs) -> torch.device:
@@ -89,6 +91,8 @@ def load_model(
     if args.model.load_format == "dummy":
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
     with open_checkpoint(spec.path, args.model.load_format, dtype, device) as weights:
+        if spec.pooling is not None and EMBEDDING.removeprefix(BODY) in weights:
+            weights.put_below(BODY)
         if spec.tie_word_embeddings:
             spec = tie_as_found(spec, weights, stage, tells=args.rank_in_stage == 0)
         model: DecoderForCausalLM = build(spec, weights, parallel, stage)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.runner.fake_profile import FakeProfile
+from sidestep.executor.runner.fake_parts import FakePooler, FakeProfile
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
 from sidestep.executor.runner.step_order import StepOrder
 from sidestep.executor.runner.worker_calls import CallRefusedError
@@ -238,7 +238,9 @@ class FakeRunner(StepOrder[_FakeStep]):
             args.scheduler.speculation, self._vocab_size, self._next_tokens
         )
         self._profile = FakeProfile(args)
-        self.samples = True
+        pooling = args.spec.pooling
+        self._pooler = None if pooling is None else FakePooler(pooling)
+        self.samples = pooling is None
         self.calls = (self, self._profile)
         self.ready = WorkerReady(
             num_kv_blocks=self._num_blocks,
@@ -294,6 +296,10 @@ class FakeRunner(StepOrder[_FakeStep]):
         """Return an output that is ready when the fake device would have ended the step."""
         self._profile.note(work.step, work.start, work.end)
         output = self._output(work.step, work.sampled)
+        if self._pooler is not None and work.computed:
+            output.vectors = np.concatenate(
+                [self._pooler.vector(r.slot, self._num_computed[r.slot]) for r in work.computed]
+            )
         output.start_ns, output.end_ns = int(work.start * 1e9), int(work.end * 1e9)
         return DoneOutput(output) if self._instant else TimedOutput(output)
 
@@ -389,6 +395,8 @@ class FakeRunner(StepOrder[_FakeStep]):
             slot, [*tokens[first : first + count], *drafts[:num]], step.beat
         )
         self._num_computed[slot] = first + count
+        if self._pooler is not None:
+            self._pooler.add(slot, first, states)
         if first + count < self._records["num_known"][slot]:
             return None
         return _Computed(slot, states[count - 1 :])

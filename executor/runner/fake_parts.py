@@ -1,13 +1,17 @@
-"""A profile of the fake device: the times of its steps, in the form of torch's profiles."""
+"""Parts of the fake device: its profiles, in the form of torch's, and the vectors of prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
 
 from sidestep.executor.runner.profile_files import make_folder, profile_file
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.worker_calls import CallRefusedError
-from sidestep.ipc.transport.step import StepInput
+from sidestep.ipc.model.pooling_spec import PoolingSpec
+from sidestep.ipc.transport.step import Float32, StepInput
 from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
 
 
@@ -55,3 +59,37 @@ class FakeProfile:
         except OSError as error:
             raise CallRefusedError(f"{file} cannot be written: {error.strerror}") from None
         return {"file": file}
+
+
+def fake_state(context: int, width: int) -> Float32:
+    """Return what stands for a token's state, [width]. context: hash of the tokens up to it."""
+    return np.random.default_rng(context).standard_normal(width, np.float32)
+
+
+class FakePooler:
+    """Pools the states of each slot's tokens, as executor/pooling/pooler.py does."""
+
+    def __init__(self, spec: PoolingSpec) -> None:
+        """Begin without requests."""
+        self._spec = spec
+        self._pooled: dict[int, Float32] = {}
+
+    def __repr__(self) -> str:
+        return f"FakePooler({self._spec.pooling!r})"
+
+    def add(self, slot: int, first: int, contexts: Sequence[int]) -> None:
+        """Take in tokens of a slot, from position `first` on: the hash of each one's context."""
+        kind, width = self._spec.pooling, self._spec.width
+        if kind == "last":
+            self._pooled[slot] = fake_state(contexts[-1], width)
+            return
+        if first == 0:
+            self._pooled[slot] = np.zeros(width, np.float32)
+        for position, context in enumerate(contexts, first):
+            if kind == "mean" or position == 0:
+                self._pooled[slot] = self._pooled[slot] + fake_state(context, width)
+
+    def vector(self, slot: int, num_tokens: int) -> Float32:
+        """Return the vector of a slot whose prompt has this many tokens, all of them taken in."""
+        pooled = self._pooled.pop(slot)
+        return pooled / np.float32(num_tokens) if self._spec.pooling == "mean" else pooled

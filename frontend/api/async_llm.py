@@ -9,9 +9,10 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from sidestep.frontend.api.async_pooling import AsyncPooling
 from sidestep.frontend.api.engine_control import EngineControl
 from sidestep.frontend.api.engine_view import EngineView
-from sidestep.frontend.api.request_checks import check_priority, check_queue
+from sidestep.frontend.api.request_checks import check_priority, check_queue, check_task
 from sidestep.frontend.api.startup import (
     load_tokenizer,
     open_channels,
@@ -31,12 +32,10 @@ from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.output.request_state import RequestState
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
-from sidestep.ipc.common.errors import (
-    EngineDeadError,
-    ValidationError,
-)
+from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.processes.core_args import ClientAddress, Invitation
@@ -47,7 +46,7 @@ _GRACE_S = 0.25
 """Seconds after a request's deadline until its frontend ends it, if the core has not."""
 
 
-class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
+class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
     """An engine with an asyncio interface.
 
     Several engines may live in one process; each belongs to one event loop. Starting blocks until
@@ -86,6 +85,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
             processors=config.model.processor_names,
             defaults=config.sampling_defaults,
             seed=seed_of_frontend(config, invitation),
+            pools=config.spec.pooling is not None,
         )
         self._limits = config.frontend
         self._preparing: dict[str, bool] = {}
@@ -262,6 +262,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
         num_public_tokens: int = 0,
         deadline_s: float | None = None,
         beam_search: BeamSearchParams | None = None,
+        pooling: PoolingType | None = None,
     ) -> list[RequestState]:
         """Send a request and return its choices, each of which has a reader of its own.
 
@@ -269,6 +270,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
         choice in the end. `generate` describes the arguments and the errors.
         """
         self._replicas.attach()
+        check_task(self._config.spec.pooling, pools=pooling is not None)
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         self._check_id(request_id)
         check_priority(priority, self._config.scheduler.scheduling_policy)
@@ -310,7 +312,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
             self._outputs.add(state)
         try:
             if wanted:
-                self._send(states, request, beam_search)
+                self._send(states, request, beam_search, pooling)
             else:
                 self._outputs.abort([request_id])
         except BaseException:
@@ -445,6 +447,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
         states: Sequence[RequestState],
         request: ProcessedRequest,
         beam_search: BeamSearchParams | None,
+        pooling: PoolingType | None,
     ) -> None:
         first = states[0]
         for state in states:  # before the core can have the request: its times must come later
@@ -464,6 +467,7 @@ class AsyncLLM(EngineView, EngineControl, RefusesVllmMethods):
                 controls=request.controls,
                 grammar=request.grammar,
                 beam_search=beam_search,
+                pooling=pooling,
             )
         )
         for state in states:

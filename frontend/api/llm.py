@@ -20,6 +20,7 @@ from sidestep.frontend.api.batch import (
     as_list_of_prompts,
 )
 from sidestep.frontend.api.event_loop import new_event_loop
+from sidestep.frontend.api.pooling_calls import PoolingCalls
 from sidestep.frontend.input.input_processor import as_sampling_params
 from sidestep.frontend.input.prompts import ChatPrompt, Prompt
 from sidestep.frontend.input.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ Params = OneParams | Iterable[OneParams] | None
 """Sampling parameters for all prompts, or one for each; each may be a dict of fields."""
 
 
-class LLM(RefusesVllmMethods):
+class LLM(PoolingCalls, RefusesVllmMethods):
     """An engine for whole batches.
 
     Each call returns when all of its requests have ended, with the results in the order of its

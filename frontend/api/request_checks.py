@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sidestep.ipc.common.errors import QueueFullError, ValidationError
 from sidestep.ipc.config_sections import FrontendConfig
+from sidestep.ipc.model.pooling_spec import PoolingSpec
 
 
 def check_priority(priority: object, scheduling_policy: str) -> None:
@@ -13,6 +14,22 @@ def check_priority(priority: object, scheduling_policy: str) -> None:
             "priority",
             "counts only with the engine's option scheduling_policy='priority'; this "
             "one takes requests in the order in which they come",
+        )
+
+
+def check_task(spec: PoolingSpec | None, *, pools: bool) -> None:
+    """Raise ValidationError for a request that this kind of engine does not serve.
+
+    spec: the engine's vectors; None if it generates text. pools: whether the request is for one.
+    """
+    if spec is None and pools:
+        raise ValidationError(
+            "runner", "this engine generates text; for vectors start one with --runner pooling"
+        )
+    if spec is not None and not pools:
+        raise ValidationError(
+            "runner",
+            "this engine makes vectors of prompts (--runner pooling) and generates no text",
         )
 
 

@@ -160,6 +160,18 @@ class Tokenizer(TokenizerMethods):
             if len(text) > _HUGE_TEXT:
                 give_memory_back()
 
+    def encode_pair(self, text: str, other: str) -> list[int]:
+        """Return the token ids of two texts as one prompt, with the model's special tokens.
+
+        Raises ValidationError for a text with lone surrogates.
+        """
+        try:
+            return list(self.fast.encode(text, other).ids)
+        except TypeError:
+            raise ValidationError(
+                "prompt", "is not valid text: it cannot be written as UTF-8"
+            ) from None
+
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, or of one."""
         several = [ids] if isinstance(ids, int) else list(ids)

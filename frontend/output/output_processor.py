@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+
 from sidestep.frontend.output.request_state import RequestState
 from sidestep.ipc.common.errors import RequestError
 from sidestep.ipc.transport.messages import (
@@ -130,6 +132,8 @@ class OutputProcessor:
         self._handle_started(outputs.started)
         if outputs.logprobs or outputs.prompt_logprobs:
             self._handle_logprobs(outputs)
+        if outputs.vectors:
+            self._handle_vectors(outputs, begin / 1e9)
         ended = self._handle_tokens(outputs, begin / 1e9)
         for finished in outputs.finished:
             if (state := self._states.get(finished.handle)) is not None:
@@ -203,6 +207,13 @@ class OutputProcessor:
         for handle, position, rank, ids, values in each_token(outputs.prompt_logprobs):
             if (state := self._states.get(handle)) is not None:
                 state.add_prompt_logprobs(position, rank, ids, values)
+
+    def _handle_vectors(self, outputs: Outputs, now: float) -> None:
+        handles: list[int] = unpack_ids(outputs.pooled).tolist()
+        vectors = np.frombuffer(outputs.vectors, np.float32).reshape(len(handles), -1)
+        for handle, vector in zip(handles, vectors, strict=True):
+            if (state := self._states.get(handle)) is not None:
+                state.add_vector(vector, now)
 
     @property
     def deliveries(self) -> list[Delivery]:

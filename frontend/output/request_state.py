@@ -25,6 +25,7 @@ from sidestep.frontend.output.outputs import (
 from sidestep.ipc.common.errors import RequestError, ValidationError
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 from sidestep.ipc.transport.messages import Beam, Finished, FinishReason, Started
+from sidestep.ipc.transport.step import Float32
 
 
 class Sink(Protocol):
@@ -72,6 +73,8 @@ class RequestState:
         self._error: Exception | None = None
         self.beams: list[Beam] = []
         """The continuations that a beam search has found, once it has ended."""
+        self.vector: Float32 | None = None
+        """The vector that the model made of the prompt, if it pools."""
         self._taken_tokens = 0
         self._due_at: float = math.inf if self.output_kind is RequestOutputKind.FINAL_ONLY else 1
         """Number of tokens from which the reader has something to take."""
@@ -165,6 +168,11 @@ class RequestState:
                 self._finish_reason, self._stop_reason = str(FinishReason.STOP), stop
                 return True
         return len(self._token_ids) >= self._due_at
+
+    def add_vector(self, vector: Float32, now: float) -> None:
+        """Take the vector of the prompt; the end of the request comes with it."""
+        self.vector = vector
+        self.metrics.first_token_ts = self.metrics.last_token_ts = now
 
     def tell(self) -> None:
         """Push the new output, or wake the reader."""

@@ -304,7 +304,7 @@ class ReplicaSet(CoreQuestions):
     def _on_outputs(self, replica: int, outputs: Outputs, more: bool) -> None:
         if replica in self._dead:
             return  # its requests have continued from the tokens that came before its death
-        if outputs.handles:
+        if outputs.handles or outputs.pooled:
             self._watch.told_tokens(replica)
         for started in outputs.started:
             if (sent := self._sent.get(started.handle)) is not None:

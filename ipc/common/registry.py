@@ -7,6 +7,7 @@ architecture is supported, and does not import torch. A new entry is one file an
 from __future__ import annotations
 
 import importlib
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 
@@ -105,13 +106,35 @@ REASONING_PARSERS: dict[str, str] = {
 """Name -> parser of the way in which a model writes its reasoning."""
 
 
+CLASSIFIER, _BARE, _GENERATOR = "ForSequenceClassification", "Model", "ForCausalLM"
+"""Ends of the names of one family's architectures: with a head that classifies, without any head,
+and with a head that generates text. They share the family's class and reader."""
+
+
+def has_no_head(architecture: str) -> bool:
+    """Return whether an architecture ends with the last layer's norm."""
+    return architecture.endswith(_BARE)
+
+
+def _entry(architecture: str, names: Collection[str]) -> str | None:
+    """Return the name of an architecture, or of its family's generating one, if it is there."""
+    for end in ("", CLASSIFIER, _BARE):
+        if architecture.endswith(end):
+            name = architecture.removesuffix(end) + _GENERATOR if end else architecture
+            if name in names:
+                return name
+    return None
+
+
 def model_class(architecture: str) -> str | None:
     """Return the target of an architecture's class for `load`.
 
     The class is from this project or an installed package.
     """
-    family = MODELS.get(architecture)
-    return family.model if family else _outside(_OUTSIDE_MODELS).get(architecture)
+    name, outside = _entry(architecture, MODELS), _outside(_OUTSIDE_MODELS)
+    if name is not None:
+        return MODELS[name].model
+    return outside.get(_entry(architecture, outside) or "")
 
 
 def model_spec_reader(architecture: str) -> str:
@@ -119,9 +142,12 @@ def model_spec_reader(architecture: str) -> str:
 
     It is Llama's reader by default.
     """
-    family = MODELS.get(architecture)
-    outside = None if family else _outside(_OUTSIDE_SPECS).get(architecture)
-    return outside or (family or MODELS["LlamaForCausalLM"]).spec
+    name, outside = _entry(architecture, MODELS), _outside(_OUTSIDE_SPECS)
+    if name is None:
+        name = _entry(architecture, outside)
+        if name is not None:
+            return outside[name]
+    return MODELS[name or "LlamaForCausalLM"].spec
 
 
 def model_names() -> list[str]:

@@ -46,12 +46,13 @@ def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:
     """
     if num_stages == 1:
         return (spec.num_layers,)
+    head = 0 if spec.pooling is not None else table_size(spec)
     costs = [_layer_cost(spec, layer) for layer in spec.layers]
     before = num_stages - 1
     splits = _even_splits(costs, before)
     # With equal times the last stage gets more layers, since only the others send.
     slowest, _, counts = min(
-        (max(splits[end][0], sum(costs[end:]) + table_size(spec)), end, splits[end][2])
+        (max(splits[end][0], sum(costs[end:]) + head), end, splits[end][2])
         for end in range(before, len(costs))
     )
     return (*counts, len(costs) - sum(counts))

@@ -32,12 +32,13 @@ def num_parameters(
     """Return the number of parameters of one of the tensor-parallel ranks of a stage.
 
     layers: those of the stage; None for all. first, last: whether the stage has the embedding, and
-    whether it has the last norm and the output head.
+    whether it has the last norm and the output head. A model that pools has no such head, and
+    the one that it may have instead is small.
     """
     table = table_size(spec, num_ranks)
     shares_table = first and last and spec.tie_word_embeddings
     return (
         layers_size(spec, num_ranks, layers).parameters
         + first * table
-        + last * (spec.hidden_size + (0 if shares_table else table))
+        + last * (spec.hidden_size + (0 if shares_table or spec.pooling is not None else table))
     )

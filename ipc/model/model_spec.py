@@ -19,6 +19,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_spec import Divided, LayerSpec, NormSpec
+from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +45,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Bound c of the logits: each logit x becomes c tanh(x / c)."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
+    pooling: PoolingSpec | None = None
+    """The vectors that the model makes; None if it generates text."""
     extra: dict[str, Any] = {}
     """Further values for a family from another package, of types that JSON has."""
 
@@ -102,12 +105,16 @@ def load_model_spec(
     overrides: Mapping[str, Any] | None = None,
     generation: GenerationConfig | None = None,
     more_eos: Sequence[int] = (),
+    *,
+    runner: str = "auto",
+    pooler: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
     """Return the spec of the model whose config.json is in a folder.
 
     overrides: values that replace the file's fields. generation: replaces the folder's own
-    generation_config.json. more_eos: tokens that end an output beside those of the files. Raises
-    EngineStartError with one line on the problem; ValidationError for a wrong override.
+    generation_config.json. more_eos: tokens that end an output beside those of the files. runner,
+    pooler: see read_pooling. Raises EngineStartError with one line on the problem; ValidationError
+    for a wrong override.
     """
     values = read_json(Path(path) / "config.json")
     if values is None:
@@ -116,10 +123,11 @@ def load_model_spec(
     spec: ModelSpec = _reader(config.architecture)(config)
     generation = generation or read_generation_config(path, with_sampling=False)
     eos = [*_stated_eos(config, generation), *more_eos]
+    pooling = read_pooling(config, runner, pooler)
     config.check_overrides()
     # A tokenizer may have tokens that the model cannot generate; masks have no bit for them.
     eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
-    return msgspec.structs.replace(spec, eos_token_ids=tuple(eos))
+    return msgspec.structs.replace(spec, eos_token_ids=tuple(eos), pooling=pooling)
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.step import Int32
@@ -66,6 +67,8 @@ class AddRequest(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only
     """Parameters of the beam search to run instead of sampling."""
     grammar: Grammar | None = None
     """Grammar that its output must follow."""
+    pooling: PoolingType | None = None
+    """How its vector is made of its tokens' states; None for a request that generates text."""
 
 
 class AbortRequests(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -213,6 +216,10 @@ class Outputs(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     """LogprobColumns of the tokens whose requests asked, in their order; keys are handles."""
     prompt_logprobs: bytes = b""
     """LogprobColumns of prompts, chunk by chunk; after a preemption some come again."""
+    pooled: bytes = b""
+    """Handles, as int32, of the requests that got a vector, which is their only output."""
+    vectors: bytes = b""
+    """Their vectors as float32, one after the other and all of the same length."""
 
 
 class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

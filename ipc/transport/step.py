@@ -1,5 +1,7 @@
 """The step contract between the core and its workers: one message a step each way, as columns.
 
+With a model that pools, a row that would sample gives a vector instead, and its request ends.
+
 Core to workers, `StepInput`: which rows run and how many tokens each, plus only what is new:
 requests that enter (once, in full) and KV blocks that were added. A worker keeps the rest, one row
 per slot. Workers to core, `StepOutput`: the sampled tokens, in the order of the rows that sampled.
@@ -209,7 +211,12 @@ def _no_ids() -> Int32:
     return _NO_IDS
 
 
+def _no_floats() -> Float32:
+    return _NO_FLOATS
+
+
 _NO_BYTES, _NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
+_NO_FLOATS = np.empty(0, np.float32)
 
 
 @dataclass(slots=True)
@@ -337,6 +344,8 @@ class StepOutput(Columns):
     """
     next_drafts: Int32 = field(default_factory=_no_ids)
     """[sum(next_sizes)] Those drafts."""
+    vectors: Float32 = field(default_factory=_no_floats)
+    """[rows that sampled * W] With a model that pools: the vector of each row, and no tokens."""
 
     def by_row(self) -> Iterator[Sequence[int]]:
         """Return an iterator over the tokens of each row that sampled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign
+from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, Foreign
 
 _NO_RPC = (
     "workers take no calls from users; what changes logits is named by the option logits_processors"
@@ -79,11 +79,6 @@ ARGUMENTS: dict[str, Foreign] = {
 """Arguments of the methods of LLM and AsyncLLM, and of those of transformers' tokenizers."""
 
 METHODS: dict[str, str] = {
-    "encode": NO_POOLING,
-    "embed": NO_POOLING,
-    "classify": NO_POOLING,
-    "reward": NO_POOLING,
-    "score": NO_POOLING,
     "release_kv_cache_memory": "sleep() frees the cache together with the weights",
     "pause_generation": _NO_PAUSE,
     "resume_generation": _NO_PAUSE,
@@ -119,7 +114,7 @@ METHODS: dict[str, str] = {
     "max_num_queued_tokens",
     "wait_for_requests_to_drain": "await the requests themselves; `sidestep serve` drains at "
     "SIGTERM",
-    "get_supported_tasks": NO_POOLING,
+    "get_supported_tasks": "`pooling` of AsyncLLM says what an engine makes of prompts",
     "is_tracing_enabled": "spans are made by `sidestep serve --otlp-traces-endpoint`",
     "is_stopped": "`is_running` is its opposite",
     "from_vllm_config": "from_engine_args(EngineArgs(...)) makes an engine",

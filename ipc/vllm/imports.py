@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING
+from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA
 
 _INSIDE = (
     "is part of vLLM's inside, which is not here; docs/architecture.md shows the parts of sidestep"
@@ -14,15 +14,10 @@ _TOKENIZER = "LLM(...).get_tokenizer() gives a model's tokenizer; for others use
 
 NAMES: dict[str, str] = {
     "LLMEngine": _NO_STEP,
-    "PoolingParams": NO_POOLING,
-    "PoolingOutput": NO_POOLING,
-    "PoolingRequestOutput": NO_POOLING,
-    "EmbeddingOutput": NO_POOLING,
-    "EmbeddingRequestOutput": NO_POOLING,
-    "ClassificationOutput": NO_POOLING,
-    "ClassificationRequestOutput": NO_POOLING,
-    "ScoringOutput": NO_POOLING,
-    "ScoringRequestOutput": NO_POOLING,
+    **dict.fromkeys(
+        ("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
+        "PoolingRequestOutput from sidestep.outputs is the type of all of them",
+    ),
     "GuidedDecodingParams": _STRUCTURE,
     "ModelRegistry": "a model family is a file in ipc/model/families and a line in "
     "ipc/common/registry.py; see docs/architecture.md",
@@ -41,7 +36,6 @@ MODULES: dict[str, str] = {
     "lora": NO_LORA,
     "multimodal": NO_IMAGES,
     "assets": NO_IMAGES,
-    "pooling_params": NO_POOLING,
     "config": _NO_CONFIG,
     "envs": "VLLM_ variables are not read; options are given to EngineArgs, LLM(...) or "
     "`sidestep serve`",

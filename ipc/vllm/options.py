@@ -45,9 +45,11 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         (False,),
         form="switch",
     ),
-    "runner": Foreign(NO_POOLING, ("auto", "generate")),
-    "convert": Foreign(NO_POOLING, ("auto", "none")),
-    "task": Foreign(NO_POOLING, ("auto", "generate")),
+    "convert": Foreign(
+        "runner='pooling' alone makes embeddings with a model that generates text; leave it out",
+        ("auto", "none"),
+    ),
+    "task": Foreign("is runner='pooling' here, for all tasks but 'generate'", ("auto", "generate")),
     "hf_config_path": Foreign(
         "the model's own config.json is read; hf_overrides takes the place of its fields"
     ),
@@ -232,8 +234,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         "generation_config.json as generation_config",
         ({},),
     ),
-    "pooler_config": Foreign(NO_POOLING),
-    "override_pooler_config": Foreign(NO_POOLING),
+    "override_pooler_config": Foreign("is pooler_config here", same_as="pooler_config"),
     "io_processor_plugin": Foreign(NO_POOLING),
     # Several devices and hosts.
     "distributed_executor_backend": Foreign(

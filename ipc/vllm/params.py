@@ -67,7 +67,26 @@ STRUCTURE_FIELDS: dict[str, Foreign] = {
 }
 """Fields of vLLM's StructuredOutputsParams."""
 
-_TABLES = {"SamplingParams": SAMPLING_FIELDS, "StructuredOutputsParams": STRUCTURE_FIELDS}
+_EACH_TOKEN = "a prompt has one vector; vectors of its tokens are not made"
+
+POOLING_FIELDS: dict[str, Foreign] = {
+    "activation": Foreign("is use_activation here", same_as="use_activation"),
+    "softmax": Foreign("is use_activation here", same_as="use_activation"),
+    "truncate_prompt_tokens": SAMPLING_FIELDS["truncate_prompt_tokens"],
+    "step_tag_id": Foreign(_EACH_TOKEN),
+    "returned_token_ids": Foreign(_EACH_TOKEN),
+    "requires_token_ids": Foreign("outputs have their prompt_token_ids; leave it out", (False,)),
+    "skip_reading_prefix_cache": Foreign(
+        "the result is the same with cached prefixes; leave it out", (False,)
+    ),
+}
+"""Fields of vLLM's PoolingParams, of several versions."""
+
+_TABLES = {
+    "SamplingParams": SAMPLING_FIELDS,
+    "StructuredOutputsParams": STRUCTURE_FIELDS,
+    "PoolingParams": POOLING_FIELDS,
+}
 
 
 class ParamsMeta(msgspec.StructMeta):
