@@ -20,6 +20,12 @@ from sidestep.frontend.server.openapi import OpenApiRoute
 from sidestep.frontend.server.operation.control import ControlRoutes
 from sidestep.frontend.server.operation.flight import FlightRoute
 from sidestep.frontend.server.operation.status import StatusRoutes
+from sidestep.frontend.server.pooling.embeddings import (
+    ClassifyRoute,
+    EmbeddingRoute,
+    PoolingRoute,
+)
+from sidestep.frontend.server.pooling.scoring import RerankRoute, ScoreRoute
 from sidestep.frontend.server.responses.route import ResponsesRoute
 from sidestep.frontend.server.service.service import Service
 from sidestep.frontend.server.transport.body import read_body
@@ -58,11 +64,21 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         **page_routes(),
     }
     posts: dict[str, Post] = {
+        "/tokenize": TokenizeRoute(service),
+        "/detokenize": DetokenizeRoute(service),
+    }
+    generating: dict[str, Post] = {
         "/v1/chat/completions": ChatRoute(service),
         "/v1/completions": CompletionRoute(service),
         "/v1/responses": ResponsesRoute(service),
-        "/tokenize": TokenizeRoute(service),
-        "/detokenize": DetokenizeRoute(service),
+    }
+    score, rerank = ScoreRoute(service), RerankRoute(service)
+    pooling: dict[str, Post] = {
+        "/v1/embeddings": EmbeddingRoute(service),
+        "/pooling": PoolingRoute(service),
+        "/classify": ClassifyRoute(service),
+        **dict.fromkeys(("/score", "/v1/score"), score),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
     }
     commands: dict[str, Get] = {
         "/start_profile": control.start_profile,
@@ -75,8 +91,9 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
         Route(path, _get(path, handler), methods=["POST"]) for path, handler in commands.items()
     ]
     routes += [
-        Route(path, _post(path, service, handler), methods=["POST"])
-        for path, handler in posts.items()
+        Route(path, _post(path, service, handler, pools), methods=["POST"])
+        for pools, table in ((None, posts), (False, generating), (True, pooling))
+        for path, handler in table.items()
     ]
     handlers: dict[Any, Any] = {
         HTTPException: _http_error,
@@ -102,7 +119,9 @@ def _get(path: str, handler: Get) -> Get:
     return endpoint
 
 
-def _post(path: str, service: Service, handler: Post) -> Get:
+def _post(path: str, service: Service, handler: Post, pools: bool | None) -> Get:
+    """Return the route's endpoint. pools: see Service.check_task; None for either."""
+
     async def endpoint(http: Request) -> Response:
         http.scope[_ROUTE] = path
         try:
@@ -114,6 +133,8 @@ def _post(path: str, service: Service, handler: Post) -> Get:
         size = len(body)
         try:
             service.check_admission()
+            if pools is not None:
+                service.check_task(pools=pools)
             return await handler(http, body)
         except ClientGoneError:
             raise
@@ -147,7 +168,6 @@ async def _http_error(http: Request, error: Exception) -> Response:
 
 
 _NOT_SERVED = {
-    "/v1/embeddings": "this server generates text and makes no embeddings",
     "/v1/files": "`sidestep run-batch` answers files of requests",
     "/v1/batches": "`sidestep run-batch` answers files of requests",
     "/v1/responses/": "answers are not stored",

@@ -18,6 +18,18 @@ from sidestep.frontend.server.openai.completions import CompletionRequest
 from sidestep.frontend.server.openai.tokens import DetokenizeRequest, TokenizeRequest
 from sidestep.frontend.server.operation.control import Memory, Profile, Sleeping
 from sidestep.frontend.server.operation.flight import Flight
+from sidestep.frontend.server.pooling.protocol import (
+    ClassificationList,
+    ClassifyRequest,
+    EmbeddingList,
+    EmbeddingRequest,
+    PooledList,
+    PoolingRequest,
+    Ranking,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
 from sidestep.frontend.server.responses.protocol import (
     RESPONSES_NOT_YET,
     ResponsesAnswer,
@@ -61,6 +73,7 @@ class Operation:
 
 
 _OF_COMMANDS = ("400", "409")
+_OF_VECTORS = (EmbeddingRequest, RerankRequest, ScoreRequest, ClassifyRequest, PoolingRequest)
 OPERATIONS = (
     Operation(
         "/v1/chat/completions",
@@ -76,6 +89,21 @@ OPERATIONS = (
     Operation(
         "/v1/responses", "Answer, item by item.", ResponsesAnswer, ResponsesRequest, dict, ("429",)
     ),
+    Operation(
+        "/v1/embeddings", "Make embeddings.", EmbeddingList, EmbeddingRequest, None, ("429",)
+    ),
+    *(
+        Operation(path, "Sort documents by relevance.", Ranking, RerankRequest, None, ("429",))
+        for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+    ),
+    *(
+        Operation(path, "Score pairs of texts.", ScoreList, ScoreRequest, None, ("429",))
+        for path in ("/v1/score", "/score")
+    ),
+    Operation(
+        "/classify", "Classify prompts.", ClassificationList, ClassifyRequest, None, ("429",)
+    ),
+    Operation("/pooling", "Make vectors.", PooledList, PoolingRequest, None, ("429",)),
     Operation("/tokenize", "Text or messages to token ids.", Tokens, TokenizeRequest),
     Operation("/detokenize", "Token ids to text.", Text, DetokenizeRequest),
     Operation("/v1/models", "The model, under all its names.", ModelList),
@@ -223,7 +251,7 @@ def _operation(operation: Operation, by_type: dict[Any, Any]) -> dict[str, Any]:
             "required": True,
             "content": {"application/json": {"schema": by_type[operation.request]}},
         }
-    if operation.event is not None:
+    if operation.event is not None or operation.request in _OF_VECTORS:
         made["parameters"] = [
             {
                 "name": DEADLINE_HEADER,
@@ -241,6 +269,7 @@ def _add_neutral_values(schemas: dict[str, Any]) -> None:
         (ChatRequest, NOT_YET),
         (CompletionRequest, NOT_YET),
         (ResponsesRequest, RESPONSES_NOT_YET),
+        *((request, NOT_YET) for request in _OF_VECTORS),
     ):
         properties = schemas[request.__name__]["properties"]
         for name, neutral in table.items():

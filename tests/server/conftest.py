@@ -110,6 +110,15 @@ def fake(fake_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield server
 
 
+@pytest.fixture(scope="session")
+def embedding() -> Iterator[LiveServer]:
+    """Yield a server that makes embeddings with the bundled model."""
+    with LiveServer(
+        "--runner", "pooling", "--hf-overrides", '{"is_matryoshka": true}', "--cpu-threads", "1"
+    ) as server:
+        yield server
+
+
 @pytest.fixture
 def make_server(fake_model: str) -> Iterator[Callable[..., LiveServer]]:
     """Return a function that makes servers on the fake device; all are ended after the test."""

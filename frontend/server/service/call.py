@@ -16,7 +16,9 @@ from sidestep.frontend.api.async_llm import AsyncLLM
 from sidestep.frontend.output.outputs import BeamSearchOutput, CompletionOutput, RequestOutput
 from sidestep.frontend.output.request_state import RequestState, Sink
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.pooling_params import PoolingParams
 from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.transport.step import Float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,32 @@ class EngineCall(Protocol):
 
         Raises the errors of AsyncLLM's methods.
         """
+
+
+class PoolingCall:
+    """Call for a vector, which is its only choice."""
+
+    def __init__(
+        self, llm: AsyncLLM, prompt: Sequence[int], params: PoolingParams, options: CallOptions
+    ) -> None:
+        self._llm = llm
+        self._params = params
+        self._start = partial(llm.start_pooling, prompt, params, **vars(options))
+        self._state: RequestState | None = None
+
+    @asynccontextmanager
+    async def open(self, index: int) -> AsyncGenerator[Reader, None]:
+        """Return the reader of the only choice; see EngineCall."""
+        self._state = await self._start()
+        try:
+            yield self._state
+        finally:
+            self._llm.leave(self._state)
+
+    def result(self, output: RequestOutput) -> Float32:
+        """Return the vector, once the reader has given this last output. Raises RequestError."""
+        assert self._state is not None, "nothing has been opened"
+        return self._llm.pooled(output, self._state, self._params).outputs.data
 
 
 def make_call(

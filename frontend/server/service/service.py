@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,22 +15,32 @@ import msgspec
 from starlette.requests import Request
 
 from sidestep.frontend.api.async_llm import AsyncLLM
+from sidestep.frontend.api.async_pooling import NO_TEXT
+from sidestep.frontend.api.request_checks import check_task
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.output.outputs import RequestOutput
 from sidestep.frontend.server.observe.figures import Figures
 from sidestep.frontend.server.observe.metrics import ServerMetrics
 from sidestep.frontend.server.schemas.fields import ClientFields
 from sidestep.frontend.server.schemas.protocol import CompletionDetails, PromptDetails, Usage
-from sidestep.frontend.server.service.call import CallOptions, EngineCall, Reader, make_call
+from sidestep.frontend.server.service.call import (
+    CallOptions,
+    EngineCall,
+    PoolingCall,
+    Reader,
+    make_call,
+)
 from sidestep.frontend.server.service.public_prefixes import PublicPrefixes
 from sidestep.frontend.server.service.queue_events import Queue
 from sidestep.frontend.server.transport.errors import RETRY_AFTER, ApiError, refused, too_long
 from sidestep.frontend.server.transport.guard import CACHE_SALT, TENANT
 from sidestep.frontend.server.transport.large_bodies import MOST_VALUES, LargeBodies
 from sidestep.frontend.server.transport.request_log import LOGGED
-from sidestep.ipc.common.errors import PromptTooLongError, QueueFullError
+from sidestep.ipc.common.errors import PromptTooLongError, QueueFullError, ValidationError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
+from sidestep.ipc.params.pooling_params import PoolingParams
 from sidestep.ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from sidestep.ipc.transport.step import Float32
 
 if TYPE_CHECKING:
     from sidestep.frontend.server.observe.tracing import RequestTrace, Tracing
@@ -181,6 +191,16 @@ class Service:
             )
         return self.names[0] if name is None else name
 
+    def check_task(self, *, pools: bool) -> None:
+        """Raise ApiError (400) for a route that this kind of engine does not serve.
+
+        pools: whether the route is for vectors; else it generates text.
+        """
+        try:
+            check_task(self.llm.pooling, pools=pools)
+        except ValidationError as error:
+            raise ApiError(400, str(error), code="unsupported_task") from None
+
     def check_admission(self) -> None:
         """Raise ApiError (503) when the server takes no more requests."""
         if self.is_draining:
@@ -245,38 +265,77 @@ class Service:
         base: the answer's id, with which the engine's request ids begin. client: the request. n:
         number of choices of each prompt. Raises ApiError.
         """
-        http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
-        deadline_s, n = _deadline(http, client.deadline_ms), n or 1
-        priority, salt = self._check_priority(client.priority), client.cache_salt
-        # A request with a salt of its own asks for more isolation than the operator does, so it
-        # shares no public prefixes.
-        public = [
-            0 if salt is not None else self.public_prefixes.length(prompt) for prompt in prompts
-        ]
-        salt = self._salt(http, salt)
+        n = n or 1
         self.metrics.histograms["request_params_n"].observe(float(n))
         params = msgspec.structs.replace(params, n=n)
+        calls = [
+            (options.request_id, make_call(self.llm, prompt, params, beam_search, options))
+            for prompt, options in self._options(http, base, prompts, client, n)
+        ]
+        return self._choices(http, client, calls, params)
+
+    def pooling_choices(
+        self,
+        http: Request,
+        base: str,
+        prompts: Sequence[Sequence[int]],
+        params: PoolingParams,
+        client: ClientFields,
+    ) -> list[Choice]:
+        """Return the only choice of each prompt of a request for vectors; see `choices`."""
+        calls = [
+            (options.request_id, PoolingCall(self.llm, prompt, params, options))
+            for prompt, options in self._options(http, base, prompts, client, 1)
+        ]
+        return self._choices(http, client, calls, NO_TEXT)
+
+    def _options(
+        self,
+        http: Request,
+        base: str,
+        prompts: Sequence[Sequence[int]],
+        client: ClientFields,
+        n: int,
+    ) -> Iterator[tuple[Sequence[int], CallOptions]]:
+        """Yield each prompt with the options of its call. Raises ApiError."""
+        http.scope.get(LOGGED, {}).update({"response_id": base, **client.notes})
+        deadline_s = _deadline(http, client.deadline_ms)
+        priority, salt = self._check_priority(client.priority), client.cache_salt
+        for i, prompt in enumerate(prompts):
+            yield (
+                prompt,
+                CallOptions(
+                    request_id=f"{base}-{i * n}",
+                    priority=priority,
+                    cache_salt=self._salt(http, salt),
+                    # A request with a salt of its own asks for more isolation than the operator
+                    # does, so it shares no public prefixes.
+                    num_public_tokens=0
+                    if salt is not None
+                    else self.public_prefixes.length(prompt),
+                    deadline_s=deadline_s,
+                ),
+            )
+
+    def _choices(
+        self,
+        http: Request,
+        client: ClientFields,
+        calls: Sequence[tuple[str, EngineCall]],
+        params: SamplingParams,
+    ) -> list[Choice]:
+        """Return the choices of calls, each with the id of its request to the engine."""
         tenant = http.scope.get(TENANT, _ANYBODY)
         trace = (
             None
             if self._tracing is None
             else self._tracing.begin(self.names[0], http.headers, client.notes)
         )
-        made: list[Choice] = []
-        for i, prompt in enumerate(prompts):
-            options = CallOptions(
-                request_id=f"{base}-{i * n}",
-                priority=priority,
-                cache_salt=salt,
-                num_public_tokens=public[i],
-                deadline_s=deadline_s,
-            )
-            call = make_call(self.llm, prompt, params, beam_search, options)
-            made += [
-                Choice(i * n + j, options.request_id, params, call, j, tenant, trace)
-                for j in range(n)
-            ]
-        return made
+        return [
+            Choice(i * params.n + j, request_id, params, call, j, tenant, trace)
+            for i, (request_id, call) in enumerate(calls)
+            for j in range(params.n)
+        ]
 
     def _salt(self, http: Request, salt: str | None) -> str | None:
         """Return the salt of the request's cached blocks, which depends on its key.
@@ -330,6 +389,14 @@ class Service:
                 output = await reader.next_output()
             tally.note(output)
         return output
+
+    def result_of(self, choice: Choice, output: RequestOutput) -> Float32:
+        """Return the vector of a choice of `pooling_choices`. Raises RequestError if it has none.
+
+        output: the choice's last one.
+        """
+        assert isinstance(choice.call, PoolingCall)
+        return choice.call.result(output)
 
     async def stats(self) -> dict[int, dict[str, float]]:
         """Return the stats of each replica whose core answers.

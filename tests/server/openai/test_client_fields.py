@@ -336,7 +336,7 @@ def test_a_template_cannot_be_brought_in_by_the_back_door(fake: LiveServer) -> N
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/files", "/v1/audio/speech", "/v1/images/generations"]
+    "path", ["/v1/moderations", "/v1/files", "/v1/audio/speech", "/v1/images/generations"]
 )
 def test_other_routes_of_the_api_say_why_they_are_missing(path: str, fake: LiveServer) -> None:
     message = refusal(fake, path, {}, 404)["message"]
