@@ -16,7 +16,7 @@ from sidestep.ipc.vllm.calls import ARGUMENTS, METHODS, PROMPT_KEYS
 from sidestep.ipc.vllm.foreign import Foreign
 from sidestep.ipc.vllm.imports import MODULES, NAMES
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS, VALUES
-from sidestep.ipc.vllm.params import SAMPLING_FIELDS, STRUCTURE_FIELDS
+from sidestep.ipc.vllm.params import POOLING_FIELDS, SAMPLING_FIELDS, STRUCTURE_FIELDS
 from sidestep.ipc.vllm.speculation import SPECULATIVE_KEYS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "migrate-from-vllm.md"
@@ -61,6 +61,7 @@ def _parts() -> Iterator[str]:
         ("Server options", SERVER_OPTIONS),
         ("SamplingParams", SAMPLING_FIELDS),
         ("StructuredOutputsParams", STRUCTURE_FIELDS),
+        ("PoolingParams", POOLING_FIELDS),
         ("Keys of prompts", PROMPT_KEYS),
         ("Arguments of calls", ARGUMENTS),
     ):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
 from sidestep.frontend.input.tokenizer_files import tokenizer_folder
+from sidestep.frontend.options.head_tokens import with_head_tokens
 from sidestep.frontend.options.option_flags import add_option_flags, option_values
 from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import EngineStartError
@@ -62,13 +63,16 @@ class EngineArgs(
             scheduler=self._section(SchedulerConfig),
             parallel=self._section(ParallelConfig),
             frontend=self._section(FrontendConfig),
-            spec=load_model_spec(
-                path,
-                self.hf_overrides,
-                generation,
-                eos,
-                runner=self.runner,
-                pooler=self.pooler_config,
+            spec=with_head_tokens(
+                load_model_spec(
+                    path,
+                    self.hf_overrides,
+                    generation,
+                    eos,
+                    runner=self.runner,
+                    pooler=self.pooler_config,
+                ),
+                tokenizer_path,
             ),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),

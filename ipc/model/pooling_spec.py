@@ -1,4 +1,4 @@
-"""What a model makes in an engine with runner='pooling', as its folder and the options say.
+"""The vectors of an engine with runner='pooling', as the model's folder and the options say.
 
 A model's states become one vector a prompt: an embedding, or the input of a head that classifies.
 The folder says which: the architecture in config.json, and the files that sentence-transformers
@@ -19,7 +19,7 @@ from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.params.pooling_params import POOLING_TYPES, PoolingTask, PoolingType
 
 Activation = Literal["normalize", "softmax", "sigmoid", "none"]
-"""Function that makes the result of a pooled vector, unless the request says otherwise."""
+"""Name of a function that makes a result of a pooled vector."""
 RUNNERS = ("auto", "generate", "pooling")
 """Values of the option runner."""
 
@@ -32,7 +32,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     """Values of a vector: the hidden size, or the outputs of the head."""
     activation: Activation
-    """What makes the result of a vector, where a request does not say otherwise."""
+    """Function that makes the result of a vector, where a request does not say otherwise."""
     labels: tuple[str, ...] = ()
     """Names of the head's outputs; empty for embeddings."""
     head_tokens: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ NO_LORA = (
     "result"
 )
 NO_IMAGES = "only text goes into a model here; leave it out"
-NO_POOLING = "only text generation is served, no embeddings, scores or classes"
 
 Form = Literal["value", "switch", "list"]
 

@@ -16,7 +16,7 @@ NAMES: dict[str, str] = {
     "LLMEngine": _NO_STEP,
     **dict.fromkeys(
         ("EmbeddingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput"),
-        "PoolingRequestOutput from sidestep.outputs is the type of all of them",
+        "outputs of this kind have the type PoolingRequestOutput here, from sidestep.outputs",
     ),
     "GuidedDecodingParams": _STRUCTURE,
     "ModelRegistry": "a model family is a file in ipc/model/families and a line in "

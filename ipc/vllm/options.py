@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sidestep.ipc.common.errors import UnknownNameError
 from sidestep.ipc.common.options import did_you_mean
-from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, NO_POOLING, Foreign, translate
+from sidestep.ipc.vllm.foreign import NO_IMAGES, NO_LORA, Foreign, translate
 
 T = TypeVar("T")
 
@@ -235,7 +235,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         ({},),
     ),
     "override_pooler_config": Foreign("is pooler_config here", same_as="pooler_config"),
-    "io_processor_plugin": Foreign(NO_POOLING),
+    "io_processor_plugin": Foreign("results are those of the model; no plugin changes them"),
     # Several devices and hosts.
     "distributed_executor_backend": Foreign(
         "each rank is a process of its own on this host, as by 'mp'; leave it out", ("mp",)

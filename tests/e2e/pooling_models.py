@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from tests.e2e.models import FAMILIES, write_model
+from tests.e2e.models import FAMILIES, load_reference, write_model
 
 Vectors = list[npt.NDArray[Any]]
 
@@ -69,6 +69,14 @@ def logits(path: str, prompts: Sequence[list[int]]) -> Vectors:
     )
     model.config.pad_token_id = None
     return [model(torch.tensor([prompt])).logits[0].numpy() for prompt in prompts]
+
+
+@torch.inference_mode()
+def next_tokens(path: str, prompts: Sequence[list[int]], tokens: list[int]) -> Vectors:
+    """Return the probabilities of some tokens, among them alone, to follow each prompt."""
+    model = load_reference(path)
+    found = [model(torch.tensor([prompt])).logits[0, -1, tokens] for prompt in prompts]
+    return [one.softmax(0).numpy() for one in found]
 
 
 def pooled(found: Vectors, kind: str) -> Vectors:

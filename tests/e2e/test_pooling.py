@@ -18,6 +18,7 @@ from tests.e2e.models import RandomModel, random_prompts
 from tests.e2e.pooling_models import (
     Vectors,
     logits,
+    next_tokens,
     normalized,
     pooled,
     states,
@@ -131,6 +132,26 @@ def test_the_bundled_model_embeds_texts_and_scores_pairs() -> None:
         scores = [s.outputs.score for s in llm.score(texts[0], texts[1:], use_tqdm=False)]
         units = normalized(expected)
         assert scores == pytest.approx([units[0] @ units[1], units[0] @ units[2]], abs=1e-5)
+
+
+def test_a_reranker_is_made_of_two_rows_of_a_head_for_text() -> None:
+    """The score is the probability of the second token among the two."""
+    no, yes = "def", "import"
+    overrides = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "classifier_from_token": [no, yes],
+        "is_original_qwen3_reranker": True,
+    }
+    texts = ["x = 1\n", "import os\n" * 9, ")\n\n\n"]
+    with engine(DEFAULT_MODEL, hf_overrides=overrides) as llm:
+        found = llm.classify(texts, use_tqdm=False)
+        ids = [llm.get_tokenizer().encode(text) for text in (no, yes)]
+        pair = llm.score(texts[0], texts[1], use_tqdm=False)
+        joined = llm.classify(texts[0] + texts[1], use_tqdm=False)
+    chances = next_tokens(DEFAULT_MODEL, [o.prompt_token_ids for o in found], [i for (i,) in ids])
+    close(found, [chance[1:] for chance in chances])
+    assert pair[0].prompt_token_ids == joined[0].prompt_token_ids
+    assert [pair[0].outputs.score] == joined[0].outputs.probs
 
 
 def test_a_prompt_may_be_as_long_as_the_model(random_model: RandomModel) -> None:

@@ -1,4 +1,4 @@
-"""What the routes for vectors share: from a body to prompts, and from prompts to results."""
+"""The common part of the routes for vectors: from a body to prompts, and on to results."""
 
 from __future__ import annotations
 

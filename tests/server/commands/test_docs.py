@@ -22,6 +22,8 @@ from tests.pages import URL, of_sidestep, with_variables
 from tests.processes import run
 from tests.server.live import ROOT, LiveServer
 
+POOLING = "pooling.md"
+"""Page whose requests need a server with --runner pooling."""
 DOCS, README = pages.text_of("server.md"), pages.text_of("README.md")
 COMMANDS = of_sidestep("README.md", *pages.DOCS)
 SMALL = {
@@ -53,11 +55,29 @@ def test_the_openai_client_streams_as_the_docs_show(tiny: LiveServer) -> None:
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "command", [c for page in pages.DOCS for c in pages.commands(page) if c.startswith("curl ")]
-)
+def curls(*docs: str) -> list[str]:
+    return [c for page in docs for c in pages.commands(page) if c.startswith("curl ")]
+
+
+@pytest.mark.parametrize("command", curls(*(page for page in pages.DOCS if page != POOLING)))
 def test_curl_of_the_docs_is_answered(command: str, tiny: LiveServer) -> None:
-    words = shlex.split(command.replace(URL, tiny.url))
+    run_curl(command, tiny)
+
+
+@pytest.mark.parametrize("command", curls(POOLING))
+def test_curl_of_the_page_on_vectors_is_answered(command: str, embedding: LiveServer) -> None:
+    run_curl(command, embedding)
+
+
+def test_the_script_of_the_page_on_vectors_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", pages.text_of(POOLING), re.DOTALL)
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3 + 1 + 2
+
+
+def run_curl(command: str, server: LiveServer) -> None:
+    words = shlex.split(command.replace(URL, server.url))
     done = run(*words, "--silent", "--show-error", "--fail")
     assert done.returncode == 0 and done.stdout, done
 

@@ -50,7 +50,7 @@ def heads(make_server: Make, *words: str, step_ms: float = 1, **config: Any) -> 
 def test_the_openai_client_gets_the_embeddings_of_transformers(
     client: openai.OpenAI, embedding: LiveServer
 ) -> None:
-    """The client asks for base64 by itself, and for numbers if it is told to."""
+    """The client asks for base64 by default, and for numbers on demand."""
     ids = [answer(embedding, "/tokenize", prompt=text)["tokens"] for text in TEXTS]
     expected = normalized(pooled(states(DEFAULT_MODEL, ids), "last"))
     whole = client.embeddings.create(model=MODEL, input=TEXTS)

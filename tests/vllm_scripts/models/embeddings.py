@@ -1,4 +1,3 @@
-# Expected: ValidationError: runner: only text generation is served
 import sys
 
 from vllm import LLM

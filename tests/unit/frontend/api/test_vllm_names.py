@@ -166,8 +166,8 @@ async def test_an_engine_is_called_as_vllm_s(llm: AsyncLLM, channel: FakeChannel
     waiting.cancel()
     with pytest.raises(ValidationError, match="lora_request: LoRA"):
         loose.generate("import ", SamplingParams(), "r2", lora_request="adapter")
-    with pytest.raises(UnsupportedError, match="AsyncLLM.encode: only text generation"):
-        loose.encode("text", None, "r3")
+    with pytest.raises(ValidationError, match="runner: this engine generates text"):
+        await anext(loose.encode("text", None, "r3"))
     assert await loose.get_tokenizer() is loose.get_tokenizer()
 
 
