@@ -10,7 +10,7 @@ from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineStartError, ValidationError, WorkerCallError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.ipc.model.model_spec import difference, load_model_spec
 from sidestep.ipc.transport.worker_calls import (
     ApplyWeights,
     DropWeights,
@@ -142,5 +142,5 @@ class EngineControl:
         for name, value in msgspec.structs.asdict(self._config.spec).items():
             if name not in _MAY_DIFFER and value != getattr(new, name):
                 raise ValidationError(
-                    "path", f"{folder} has {name} {getattr(new, name)!r}, not {value!r}"
+                    "path", f"{folder} has {difference(getattr(new, name), value, name)}"
                 )

@@ -8,7 +8,7 @@ name: never loaded and silently wrong.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,3 +153,23 @@ def _reader(architecture: str) -> Any:
             f"model: {target!r}, which reads the config of {architecture}, cannot "
             f"be imported: {error}"
         ) from None
+
+
+def difference(one: Any, other: Any, name: str) -> str:
+    """Return where a part of one model's spec first differs from another's, and both values.
+
+    name: the part's own. The values are those of the smallest part that differs.
+    """
+    inner: Iterator[tuple[Any, Any, str]] = iter(())
+    if isinstance(one, msgspec.Struct) and type(one) is type(other):
+        fields = one.__struct_fields__
+        inner = ((getattr(one, f), getattr(other, f), f"{name}.{f}") for f in fields)
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        pairs = enumerate(zip(one, other, strict=True))
+        inner = ((a, b, f"{name}.{i}") for i, (a, b) in pairs)
+    elif isinstance(one, tuple) and isinstance(other, tuple):
+        return f"{len(one)} {name}, not {len(other)}"
+    for parts in inner:
+        if parts[0] != parts[1]:
+            return difference(*parts)
+    return f"{name} {one!r}, not {other!r}"

@@ -92,7 +92,9 @@ def test_an_engine_that_cannot_read_its_weights_sleeps_on_until_it_can(
         before = tokens_of(llm)
         llm.sleep(2)
         (folder / "model.safetensors").rename(folder / "away")
-        with pytest.raises(WorkerCallError, match="wake_up: .* no safetensors files"):
+        with pytest.raises(
+            WorkerCallError, match="wake_up: .* no safetensors nor pytorch_model.bin files"
+        ):
             llm.wake_up()
         assert llm.is_sleeping()
         (folder / "away").rename(folder / "model.safetensors")

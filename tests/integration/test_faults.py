@@ -182,7 +182,9 @@ def test_a_failure_at_start_is_one_line_and_leaves_no_process(fake_model: str) -
 
 
 def test_what_a_worker_finds_wrong_at_start_is_told_in_one_line(fake_model: str) -> None:
-    with pytest.raises(EngineStartError, match="has no safetensors files") as caught:
+    with pytest.raises(
+        EngineStartError, match="has no safetensors nor pytorch_model.bin"
+    ) as caught:
         AsyncLLM.from_engine_args(EngineArgs(model=fake_model, device="cpu"))
     assert "\n" not in str(caught.value)
 

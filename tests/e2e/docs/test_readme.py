@@ -59,5 +59,5 @@ def test_every_link_leads_somewhere() -> None:
         assert (ROOT / path).exists(), target
         headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.M) if section else []
         assert not section or section in [
-            heading.lower().replace(" ", "-") for heading in headings
+            re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
         ], target
