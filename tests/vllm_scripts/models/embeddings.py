@@ -1,3 +1,4 @@
+# Expected: runs
 import sys
 
 from vllm import LLM

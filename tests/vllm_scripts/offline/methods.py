@@ -6,10 +6,6 @@ from vllm import LLM, SamplingParams
 model, device = sys.argv[1:]
 llm = LLM(model=model, device=device)
 for name, arguments in [
-    ("embed", ["text"]),
-    ("encode", ["text"]),
-    ("classify", ["text"]),
-    ("score", ["a", "b"]),
     ("collective_rpc", ["reload"]),
     ("apply_model", [print]),
     ("pause_generation", []),
