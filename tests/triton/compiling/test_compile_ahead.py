@@ -13,6 +13,7 @@ from triton.backends.nvidia import driver
 
 from sidestep.executor.gpu.cuda_driver import has_driver
 from tests.e2e.models import write_model
+from tests.e2e.pooling_models import write_classifier
 from tests.processes import PYTHON_PATH, ROOT
 
 
@@ -62,6 +63,15 @@ def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
         assert without == with_memory
     assert any(key.startswith("_pushed") for key in in_a_group[0])
     assert not any(key.startswith("_match") for key in alone[0]), "there is no speculation"
+
+
+def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:
+    model = write_classifier("qwen3-tied", tmp_path / "model", 2)
+    for without, with_memory in json.loads(run(model, "keys", tmp_path / "cache")):
+        assert without == with_memory
+        kernels = {key.split()[0] for key in without}
+        assert {"_prefill", "_rms_norm", "_copy_blocks"} <= kernels
+        assert not kernels & {"_choose_tokens", "_mask_tokens", "_accept"}
 
 
 @pytest.mark.skipif(
