@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -93,6 +94,67 @@ def column_parallel(
     return Linear(weight, stacked_bias)
 
 
+class RankPart(Protocol):
+    """What one rank adds to the residual stream: its part of a sum over ranks."""
+
+    def value(self, out: Tensor | None = None) -> Tensor:
+        """Return the part [T, out]. out: memory for it, on a GPU only."""
+
+    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+        """Add the part to residual, in place. norm, result: see Linear.add_to."""
+
+
+class LinearPart(NamedTuple):
+    """A product, as a rank's part."""
+
+    linear: Linear
+    x: Tensor
+
+    def value(self, out: Tensor | None = None) -> Tensor:
+        """Return the product."""
+        return self.linear(self.x, out)
+
+    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+        """Add the product to residual, in place."""
+        return self.linear.add_to(residual, self.x, norm)
+
+
+class SumOverRanks:
+    """Adds the parts of all ranks to the residual stream.
+
+    after: a norm of the parts' sum, if the model has one.
+    """
+
+    def __init__(
+        self, parallel: Parallel, buffer: SumBuffer, after: RmsNorm | None = None
+    ) -> None:
+        self._parallel = parallel
+        self._buffer = buffer
+        self._after = after
+
+    def add(self, residual: Tensor, part: RankPart, norm: RmsNorm) -> Stream:
+        """Return the residual with all parts, on its way through `norm`.
+
+        residual [T, out], the same on all ranks, may be written over.
+        """
+        if self._after is not None:
+            whole = self._parallel.all_reduce(part.value())
+            return Stream(residual.add_(self._after(whole)), norm)
+        if self._parallel.size == 1:
+            return Stream(residual, norm, part.add_to(residual, norm))
+        peers = self._parallel.part(self._buffer, len(residual)) if norm.may_begin else None
+        if peers is not None:
+            part.value(peers.mine)
+            return peers.sum(norm, residual)
+        # The residual must be added once.
+        summed = residual
+        if self._parallel.rank == 0:
+            part.add_to(summed)
+        else:
+            summed = part.value()
+        return Stream(self._parallel.all_reduce(summed), norm)
+
+
 class RowParallelLinear:
     """x W^T + b with the inputs spread over ranks.
 
@@ -117,28 +179,11 @@ class RowParallelLinear:
         # The bias must be added once, not once a rank.
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
-        self._parallel = parallel
-        self._buffer = buffer
-        self._after = after
+        self._sum = SumOverRanks(parallel, buffer, after)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
         """Return residual + x W^T + b, on its way through `norm`.
 
         x [T, in / size]; residual [T, out], the same on all ranks, may be written over.
         """
-        if self._after is not None:
-            whole = self._parallel.all_reduce(self._linear(x))
-            return Stream(residual.add_(self._after(whole)), norm)
-        if self._parallel.size == 1:
-            return Stream(residual, norm, self._linear.add_to(residual, x, norm))
-        part = self._parallel.part(self._buffer, len(residual)) if norm.may_begin else None
-        if part is not None:
-            self._linear(x, part.mine)
-            return part.sum(norm, residual)
-        # The residual, like the bias, must be added once.
-        summed = residual
-        if self._parallel.rank == 0:
-            self._linear.add_to(summed, x)
-        else:
-            summed = self._linear(x)
-        return Stream(self._parallel.all_reduce(summed), norm)
+        return self._sum.add(residual, LinearPart(self._linear, x), norm)
