@@ -95,7 +95,7 @@ def column_parallel(
 
 
 class RankPart(Protocol):
-    """What one rank adds to the residual stream: its part of a sum over ranks."""
+    """A rank's part of a sum over ranks, which is added to the residual stream."""
 
     def value(self, out: Tensor | None = None) -> Tensor:
         """Return the part [T, out]. out: memory for it, on a GPU only."""
@@ -125,9 +125,7 @@ class SumOverRanks:
     after: a norm of the parts' sum, if the model has one.
     """
 
-    def __init__(
-        self, parallel: Parallel, buffer: SumBuffer, after: RmsNorm | None = None
-    ) -> None:
+    def __init__(self, parallel: Parallel, buffer: SumBuffer, after: RmsNorm | None = None) -> None:
         self._parallel = parallel
         self._buffer = buffer
         self._after = after

@@ -7,7 +7,7 @@ pipeline, a stage builds its own layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.attention import Attention
+from sidestep.executor.layers.experts import Experts
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, RopeSpec
+from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.ops.rms_norm import NoNorm, RmsNorm, Stream
@@ -53,6 +54,11 @@ def distinct_ropes(mixers: Sequence[AttentionSpec]) -> list[RopeSpec | None]:
 def layers_of(spec: ModelSpec, stage: Stage) -> tuple[LayerSpec, ...]:
     """Return the specifications of a stage's layers."""
     return spec.layers[stage.layers.start : stage.layers.stop]
+
+
+def first_of_each(parts: Sequence[Hashable]) -> list[int]:
+    """Return where each of these is for the first time."""
+    return [i for i, part in enumerate(parts) if part not in parts[:i]]
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
@@ -129,14 +135,11 @@ class Layer:
             norm_spec=spec.norm,
             after=norm_after(layer.norms.after_mixer),
         )
-        self._mlp = Mlp(
-            layer.mlp,
-            width,
-            weights,
-            f"{name}.mlp",
-            following,
-            parallel,
-            after=norm_after(layer.norms.after_mlp),
+        after = norm_after(layer.norms.after_mlp)
+        self._mlp = (
+            Mlp(layer.mlp, width, weights, f"{name}.mlp", following, parallel, after)
+            if isinstance(layer.mlp, MlpSpec)
+            else Experts(layer.mlp, width, weights, name, following, parallel, after)
         )
 
     def warm_up(self, stream: Stream) -> None:
@@ -182,11 +185,14 @@ class DecoderForCausalLM:
             *norms[1:],
             hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
         ]
-        self._windows = tuple(layer.mixer.window for layer in layers_of(spec, stage))
         self._layers = [
             Layer(spec, weights, index, local_index, following[local_index], parallel)
             for local_index, index in enumerate(stage.layers)
         ]
+        own = layers_of(spec, stage)
+        self._kinds = [(layer.mixer.window, layer.mlp) for layer in own]
+        self._mlps = [self._layers[i] for i in first_of_each([layer.mlp for layer in own])]
+        """Layers whose products differ."""
         self._head: VocabParallelHead | None = None
         self._score: Tensor | None = None
         if stage.is_last and spec.pooling is not None:
@@ -204,14 +210,12 @@ class DecoderForCausalLM:
     def kinds_of_layers(self) -> Iterator[None]:
         """Keep, within the context, only layers that differ in the kernels that they need.
 
-        They are two layers for each width of window (the first layer of all takes a stream whose
-        norm has not begun), and the last layer, which goes on with fewer tokens.
+        They are two layers for each width of window and kind of MLP (the first layer of all takes a
+        stream whose norm has not begun), and the last layer, which goes on with fewer tokens.
         """
-        layers, windows = self._layers, self._windows
+        layers, kinds = self._layers, self._kinds
         found = {
-            i
-            for window in set(windows)
-            for i in [i for i, w in enumerate(windows) if w == window][:2]
+            i for kind in set(kinds) for i in [i for i, own in enumerate(kinds) if own == kind][:2]
         }
         self._layers = [layers[i] for i in sorted(found | {0, len(layers) - 1})]
         try:
@@ -220,16 +224,15 @@ class DecoderForCausalLM:
             self._layers = layers
 
     def warm_up(self, sizes: Iterable[int], *, with_head: bool = False) -> None:
-        """Run a layer's products for each of these numbers of tokens.
+        """Run the products of each kind of layer for each of these numbers of tokens.
 
         with_head: run the head's product too. The library chooses among many kernels by size, and
         loads a kernel when it is first used, for which it stops the device.
         """
         norm = self._first_norm
         for num_tokens in sizes:
-            self._layers[0].warm_up(
-                Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm)
-            )
+            for layer in self._mlps:
+                layer.warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
             if with_head and self._head is not None:
                 self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
 

@@ -21,7 +21,7 @@ class Family(NamedTuple):
 
 
 def _family(spec: str, model: str = "decoder:DecoderForCausalLM") -> Family:
-    """Return the family of a "file:function" in ipc/model/families.
+    """Return the family of a "file:function" in ipc/model/families, or "moe.file:function".
 
     model: "file:class" in executor/models; the decoder that builds whatever the spec says, unless
     the family's checkpoints name or lay out their weights in another way.
@@ -36,11 +36,14 @@ MODELS: dict[str, Family] = {
     "GlmForCausalLM": _family("glm:glm", "glm:GlmForCausalLM"),
     "LlamaForCausalLM": _family("llama:llama"),
     "MistralForCausalLM": _family("mistral:mistral"),
+    "MixtralForCausalLM": _family("moe.mixtral:mixtral"),
     "Olmo2ForCausalLM": _family("olmo2:olmo2"),
     "Olmo3ForCausalLM": _family("olmo3:olmo3"),
+    "OlmoeForCausalLM": _family("moe.olmoe:olmoe"),
     "Phi3ForCausalLM": _family("phi3:phi3", "phi3:Phi3ForCausalLM"),
     "Qwen2ForCausalLM": _family("qwen2:qwen2"),
     "Qwen3ForCausalLM": _family("qwen3:qwen3"),
+    "Qwen3MoeForCausalLM": _family("moe.qwen_moe:qwen3_moe"),
     "SeedOssForCausalLM": _family("seed_oss:seed_oss"),
     "SmolLM3ForCausalLM": _family("smollm3:smollm3"),
 }

@@ -157,6 +157,75 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
         )
 
 
+class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a router chooses a token's experts, and the weights of their results.
+
+    The router's product, one number for each expert, becomes scores. The experts with the largest
+    scores are chosen. A softmax over the chosen experts alone is the normalised one over all.
+    """
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalised: bool = False
+    """Whether the chosen scores are divided by their sum."""
+    scale: float = 1.0
+    """Factor on the weights."""
+    bias: bool = False
+    """Whether a bias of each expert is added to the scores, for the choice alone."""
+    groups: int = 1
+    """Groups of neighbouring experts, with as many experts each."""
+    chosen_groups: int = 1
+    """Groups from which experts are chosen: those whose two largest scores have the largest sum."""
+
+
+class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names in the checkpoint of a layer's experts, from `layer`.gate to `layer`.experts.0.`up`."""
+
+    layer: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
+    """A mixture of experts: gated MLPs without biases, some of which a router chooses by token.
+
+    The shared expert takes every token. With a gate of its own, its result is multiplied with the
+    sigmoid of a product of the token.
+    """
+
+    num_experts: int
+    num_chosen: int
+    """Experts that a token is multiplied with, without the shared one."""
+    width: int
+    """Intermediate size of each expert."""
+    activation: Activation = "silu"
+    routing: RoutingSpec = RoutingSpec()
+    shared_width: int = 0
+    """Intermediate size of the shared expert; 0 for none."""
+    shared_gate: bool = False
+    names: ExpertNames = ExpertNames()
+
+    @property
+    def divided(self) -> tuple[Divided, ...]:
+        """Numbers that tensor-parallel ranks share out."""
+        own = Divided("intermediate size of an expert", self.width)
+        shared = Divided("intermediate size of the shared expert", self.shared_width)
+        return (own, shared) if self.shared_width else (own,)
+
+    def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
+        """Return the size of one rank's part. Each rank has the whole router."""
+        width, shared = self.width // num_ranks, self.shared_width // num_ranks
+        common = hidden_size * (self.num_experts + 3 * shared + self.shared_gate)
+        expert = 3 * hidden_size * width
+        return LayerSize(
+            matrices=common + self.num_experts * expert,
+            active=common + self.num_chosen * expert,
+            vectors=self.routing.bias * self.num_experts,
+            widest=self.num_chosen * (3 * width + hidden_size) + 3 * shared,
+        )
+
+
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
     """RMSNorm, alike in the whole model."""
 
@@ -189,10 +258,10 @@ USUAL_NORMS = LayerNorms()
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer: a mixer and an MLP, which both add to the residual stream."""
+    """One layer: a mixer, and an MLP or experts, which add to the residual stream."""
 
     mixer: AttentionSpec
-    mlp: MlpSpec
+    mlp: MlpSpec | ExpertsSpec
     norms: LayerNorms = USUAL_NORMS
 
     @property

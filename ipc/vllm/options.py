@@ -17,7 +17,9 @@ _SPECULATION = (
     "is a key of speculative_config, such as speculative_config={'method': 'ngram', "
     "'num_speculative_tokens': 4}"
 )
-_NO_EXPERTS = "only dense models are served yet, and they have no experts; leave it out"
+_NO_EXPERTS = (
+    "each rank has a part of every expert, and there is one way to compute them; leave it out"
+)
 _ONE_HOST = "all processes of an engine run on one host; leave it out"
 _NO_TRANSFER = "KV blocks are not moved between engines or to other memory yet; leave it out"
 _GRAPHS = (

@@ -46,7 +46,9 @@ SAMPLING_FIELDS: dict[str, Foreign] = {
         "reasoning has no budget of its own yet; max_tokens bounds the whole output"
     ),
     "watermarking": Foreign("outputs are not watermarked; leave it out"),
-    "routed_experts_prompt_start": Foreign("only dense models are served yet; leave it out", (0,)),
+    "routed_experts_prompt_start": Foreign(
+        "the experts of a token are not returned; leave it out", (0,)
+    ),
     "trace_decode_token_ids": Foreign("get_step_records tells of each step; leave it out"),
 }
 """Fields of vLLM's SamplingParams, of several versions."""

@@ -19,6 +19,7 @@ from sidestep.ipc.model.layer_spec import (
     USUAL_NORMS,
     Activation,
     AttentionSpec,
+    ExpertsSpec,
     LayerNorms,
     LayerSpec,
     MlpSpec,
@@ -105,7 +106,7 @@ def _activation(config: HfConfig) -> Activation:
 
 def alike(
     attention: AttentionSpec,
-    mlp: MlpSpec,
+    mlp: MlpSpec | ExpertsSpec,
     windows: Iterable[int],
     norms: LayerNorms = USUAL_NORMS,
 ) -> Iterator[LayerSpec]:

@@ -186,6 +186,8 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
         ("llama-mqa-odd-sizes", torch.float32),
         ("qwen3-tied", torch.bfloat16),
         ("mistral-window", torch.float32),
+        ("qwen3-moe", torch.float32),
+        ("qwen3-moe", torch.bfloat16),
     ],
     ids=str,
 )

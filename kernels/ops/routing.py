@@ -1,0 +1,73 @@
+"""Routing of tokens to experts: from one number for each expert to a few experts and weights."""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.ops.silu_mul import by_rows
+
+TINY = 1e-20
+"""Least sum of chosen scores, which would else divide by zero."""
+
+
+class Choice(NamedTuple):
+    """How experts are chosen; ipc.model.layer_spec.RoutingSpec says what the fields mean."""
+
+    num_chosen: int
+    sigmoid: bool = False
+    normalised: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+
+
+class Routed(NamedTuple):
+    """The experts of some tokens, the one with the largest score first."""
+
+    ids: Tensor
+    """int32 [T, k]"""
+    weights: Tensor
+    """float32 [T, k]: factors on the experts' results."""
+
+
+def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> Routed:
+    """Return the experts of each row. logits: float32 [T, E]. bias: float32 [E], or None.
+
+    Between equal scores, the lower index is chosen. The bits of a row depend on that row alone.
+    """
+    scores = row_sigmoid(logits) if choice.sigmoid else torch.softmax(logits, -1)
+    ranked = scores if bias is None else scores + bias
+    if choice.chosen_groups < choice.groups:
+        ranked = _of_best_groups(ranked, choice)
+    ids = _largest(ranked, choice.num_chosen)
+    weights = scores.gather(1, ids)
+    if choice.normalised:
+        # Added one by one: torch's sum has another order for other shapes.
+        total = reduce(torch.add, weights.unbind(1))
+        weights = weights / (total + TINY)[:, None]
+    return Routed(ids.int(), weights * choice.scale)
+
+
+def row_sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of x [T, N] on a CPU, where a row's bits depend on that row alone."""
+    # A column between the rows makes torch compute each row by itself (see by_rows).
+    return by_rows(torch.ops.aten.sigmoid.out, torch.nn.functional.pad(x, (0, 1))[:, :-1])
+
+
+def _of_best_groups(scores: Tensor, choice: Choice) -> Tensor:
+    """Return the scores of the best groups' experts, and -inf for all others."""
+    groups = scores.unflatten(1, (choice.groups, -1))
+    best = groups.sort(dim=-1, descending=True).values[..., :2]
+    sums = best[..., 0] + best[..., 1] if best.shape[-1] > 1 else best[..., 0]
+    others = torch.ones_like(sums, dtype=torch.bool)
+    others.scatter_(1, _largest(sums, choice.chosen_groups), False)
+    return groups.masked_fill(others[..., None], float("-inf")).flatten(1)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Return the indices [T, count] of the largest scores of each row, the largest first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
