@@ -39,8 +39,17 @@ class Router:
         self._weight = weight if on_gpu(weight) else None
         self._product = None if on_gpu(weight) else CpuProduct(weight.float())
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the layer's weights are on a GPU."""
+        return self._weight is not None
+
     def __call__(self, x: Tensor) -> Routed:
         """Return the experts of each row of x [T, D]."""
+        if self._weight is not None:
+            from sidestep.kernels.products.routing_triton import route
+
+            return route(x, self._weight, None, self._choice)
         assert self._product is not None
         return choose_experts(self._product(x.float()), None, self._choice)
 
@@ -118,6 +127,25 @@ class CpuExperts:
             out += total
         else:
             out.copy_(total)
+
+
+class GpuExperts:
+    """Experts on a GPU, whose matrices are stacked."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        """Load the experts one by one into the stacks."""
+        num_experts, one = weights.spec.num_experts, (weights.gate_up(0), weights.down(0))
+        self._gelu = weights.spec.activation == "gelu_tanh"
+        self._gate_up, self._down = (part.new_empty(num_experts, *part.shape) for part in one)
+        for expert in range(num_experts):
+            self._gate_up[expert] = weights.gate_up(expert)
+            self._down[expert] = weights.down(expert)
+
+    def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
+        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
+        from sidestep.kernels.products.experts_triton import multiply_experts
+
+        multiply_experts(x, routed, self._gate_up, self._down, out, add=add, gelu=self._gelu)
 
 
 class SharedExpert:
@@ -206,7 +234,10 @@ class Experts:
         self._following = following
         own = f"{name}.{spec.names.layer}"
         self._router = Router(spec, hidden_size, weights, own)
-        self._products = CpuExperts(ExpertWeights(spec, hidden_size, weights, own, parallel))
+        loaded = ExpertWeights(spec, hidden_size, weights, own, parallel)
+        self._products: ExpertProducts = (
+            GpuExperts(loaded) if self._router.on_gpu else CpuExperts(loaded)
+        )
         self._shared = (
             SharedExpert(spec, hidden_size, weights, own, parallel) if spec.shared_width else None
         )
