@@ -28,6 +28,11 @@ class Router:
         """Load the weights. name: the layer's."""
         weight = weights.get(f"{name}.gate.weight", (spec.num_experts, hidden_size))
         routing = spec.routing
+        self._bias = (
+            weights.exact(f"{name}.gate.e_score_correction_bias", (spec.num_experts,))
+            if routing.bias
+            else None
+        )
         self._choice = Choice(
             spec.num_chosen,
             routing.scores == "sigmoid",
@@ -49,9 +54,9 @@ class Router:
         if self._weight is not None:
             from sidestep.kernels.products.routing_triton import route
 
-            return route(x, self._weight, None, self._choice)
+            return route(x, self._weight, self._bias, self._choice)
         assert self._product is not None
-        return choose_experts(self._product(x.float()), None, self._choice)
+        return choose_experts(self._product(x.float()), self._bias, self._choice)
 
 
 class ExpertProducts(Protocol):

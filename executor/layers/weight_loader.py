@@ -41,6 +41,10 @@ class Weights(abc.ABC):
     ) -> Tensor:
         """Return the named tensor of this whole shape, or only some rows or columns of it."""
 
+    def exact(self, name: str, shape: Shape) -> Tensor:
+        """Return the named tensor in float32, for values that the run's type may not round."""
+        return self.get(name, shape).float()
+
 
 class Part(Protocol):
     """A tensor in a file, of which slices can be read."""
@@ -125,6 +129,14 @@ class CheckpointWeights(Weights):
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
         """Return the named tensor, whole or only some of its rows or columns."""
+        tensor = self._read(name, shape, rows, columns)
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def exact(self, name: str, shape: Shape) -> Tensor:
+        """Return the named tensor in float32, from the checkpoint's own type."""
+        return self._read(name, shape, None, None).to(device=self.device, dtype=torch.float32)
+
+    def _read(self, name: str, shape: Shape, rows: range | None, columns: range | None) -> Tensor:
         handle = self._handle_of.get(name)
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
@@ -138,12 +150,10 @@ class CheckpointWeights(Weights):
                 f"{list(shape)}"
             )
         if rows is not None:
-            tensor = part[rows.start : rows.stop]
-        elif columns is not None:
-            tensor = part[:, columns.start : columns.stop]
-        else:
-            tensor = part[:]
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+            return part[rows.start : rows.stop]
+        if columns is not None:
+            return part[:, columns.start : columns.stop]
+        return part[:]
 
     def alias(self, name: str, other: str) -> None:
         """Read the checkpoint's tensor `other` where `name` is asked for.

@@ -62,8 +62,9 @@ def first_of_each(parts: Sequence[Hashable]) -> list[int]:
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
-    """Return how the names of weights begin that only other stages need."""
-    names = [f"model.layers.{i}." for i in range(spec.num_layers) if i not in stage.layers]
+    """Return how the names of weights begin that only other stages need, or none."""
+    every = range(spec.num_layers + spec.unused_layers)
+    names = [f"model.layers.{i}." for i in every if i not in stage.layers]
     if not stage.is_first:
         names.append("model.embed_tokens.")
     if not stage.is_last:

@@ -43,6 +43,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factor on the embedding of each token, in the run's type."""
     logits_softcap: float | None = None
     """Bound c of the logits: each logit x becomes c tanh(x / c)."""
+    unused_layers: int = 0
+    """Layers of the checkpoint behind these, which are not computed."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
     pooling: PoolingSpec | None = None

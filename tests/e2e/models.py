@@ -17,6 +17,7 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GlmConfig,
     LlamaConfig,
     MistralConfig,
@@ -28,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
@@ -114,6 +116,19 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "glm": lambda: _of(GlmConfig, head_dim=16, attention_bias=True),
     "glm4": lambda: _of(Glm4Config, head_dim=24, partial_rotary_factor=0.5),
+    "glm4-moe": lambda: _of(
+        Glm4MoeConfig,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+    ),
     "olmo2": lambda: _of(Olmo2Config),
     "olmo3": lambda: _of(Olmo3Config, sliding_window=16, num_hidden_layers=4),
     "phi3-window": lambda: _of(Phi3Config, sliding_window=24),
@@ -133,6 +148,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         MixtralConfig, num_local_experts=5, num_experts_per_tok=2, sliding_window=24
     ),
     "olmoe": lambda: _of(OlmoeConfig, num_experts=6, num_experts_per_tok=3, intermediate_size=40),
+    "qwen2-moe": lambda: _of(
+        Qwen2MoeConfig,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+    ),
     "qwen3-moe": lambda: _of(
         Qwen3MoeConfig,
         head_dim=16,
@@ -174,6 +196,9 @@ def write_model(family: str, folder: Path, **changes: Any) -> str:
                 parameter.normal_(0, 1.0)
             else:
                 parameter.normal_(0, 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.5, 0.5)
     model.save_pretrained(folder)
     return str(folder)
 

@@ -39,10 +39,13 @@ from sidestep.kernels.attention import (
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
 from sidestep.kernels.products import (
+    experts_triton,
     gated_gemm_triton,
     own_linear,
+    routing_triton,
     skinny_linear_triton,
     streamed_config,
 )
@@ -299,6 +302,25 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     )
 
 
+def launch_experts(model: Model, page: int, window: int) -> None:
+    """Launch the experts of Qwen3-30B-A3B, Mixtral and DeepSeek-V3: few pairs, and sorted ones."""
+    grouped = Choice(8, sigmoid=True, normalised=True, scale=2.5, groups=8, chosen_groups=4)
+    for hidden, inner, experts, choice in (
+        (2048, 768, 128, Choice(8, normalised=True)),
+        (4096, 14336, 8, Choice(2, normalised=True)),
+        (7168, 2048, 256, grouped),
+    ):
+        gate_up, down = bf16(experts, 2 * inner, hidden), bf16(experts, hidden, inner)
+        bias = f32(experts) if choice.sigmoid else None
+        for rows, gelu in ((1, False), (1, True), (TOKENS, False), (TOKENS, True)):
+            x, weight = bf16(rows, hidden), bf16(experts, hidden)
+            routed: Routed = routing_triton.route(x, weight, bias, choice)
+            for add in (False, True):
+                experts_triton.multiply_experts(
+                    x, routed, gate_up, down, bf16(rows, hidden), add=add, gelu=gelu
+                )
+
+
 ConfigOf = Callable[[int, int, bool], own_linear.Config]
 
 
@@ -407,6 +429,7 @@ GROUPS: dict[str, Callable[[Model, int, int], None]] = {
     "sums": launch_sums,
     "attention": launch_attention,
     "products": launch_products,
+    "experts": launch_experts,
 }
 
 

@@ -46,6 +46,18 @@ PRODUCTS = {
 """Kernels of products by compute capability; the streamed product is for Hopper alone."""
 
 
+EXPERTS = {
+    "_route",
+    "_expert_gate_up",
+    "_expert_down",
+    "_count_pairs",
+    "_place_pairs",
+    "_grouped_gate_up",
+    "_grouped_down",
+    "_combine",
+}
+
+
 @dataclass(frozen=True)
 class Job:
     """One process that compiles."""
@@ -64,7 +76,7 @@ class Job:
 MAIN = [
     Job(80, "Qwen3-0.6B", groups=("attention", "products")),
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
-    Job(90, "Llama-3.1-8B", groups=("attention", "products")),
+    Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts")),
 ]
 SLOW = [
     Job(capability, model, block_size, window, ("attention",))
@@ -73,7 +85,7 @@ SLOW = [
     for block_size, window in ((64, 0), (16, 1000), (48, 0))
 ]
 SLOW += [
-    Job(capability, model, groups=("common", "sums", "products"))
+    Job(capability, model, groups=("common", "sums", "products", "experts"))
     for capability in SHARED_KB
     for model in ("Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")
 ]
@@ -121,6 +133,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "sums": set(MEETINGS),
         "attention": ATTENTION,
         "products": PRODUCTS[job.capability],
+        "experts": EXPERTS,
     }
     assert {kernel["kernel"] for kernel in kernels} == set().union(
         *(expected[group] for group in job.groups)
@@ -140,7 +153,13 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
             assert kernel["shared"] <= 128, "threads exchange words before they add them"
     if job.capability == 90:
         for kernel in kernels:
-            if kernel["kernel"] in ("_prefill", "_gated_gemm", "_streamed"):
+            if kernel["kernel"] in (
+                "_prefill",
+                "_gated_gemm",
+                "_streamed",
+                "_grouped_gate_up",
+                "_grouped_down",
+            ):
                 assert kernel["wgmma"], "the tensor cores are used as those of older GPUs"
             if kernel["kernel"] == "_one_shot" and "reg" in kernel:
                 assert kernel["reg"] >= 4 * kernel["wide_loads"], (

@@ -28,10 +28,14 @@ def read_experts(config: HfConfig, **fields: Any) -> ExpertsSpec:
     if "routing" not in fields:
         read["routing"] = RoutingSpec(normalised=config.flag("norm_topk_prob"))
     spec = ExpertsSpec(num_chosen=config.whole("num_experts_per_tok"), **read | fields)
-    if spec.num_chosen > spec.num_experts:
-        config.refuse(
-            "num_experts_per_tok", f"is {spec.num_chosen}, and there are {spec.num_experts} experts"
-        )
+    num_experts, groups = spec.num_experts, spec.routing.groups
+    if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
+        config.refuse("n_group", f"is {groups}, which does not divide {num_experts} experts")
+    if not spec.routing.chosen_groups <= groups:
+        config.refuse("topk_group", f"is {spec.routing.chosen_groups}, and n_group is {groups}")
+    available = num_experts // groups * spec.routing.chosen_groups
+    if spec.num_chosen > available:
+        config.refuse("num_experts_per_tok", f"is {spec.num_chosen}, of {available} experts")
     return spec
 
 
