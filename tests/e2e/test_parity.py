@@ -104,6 +104,7 @@ def test_64_requests_equal_transformers_however_they_are_run(
         ("olmo2", 4),
         ("phi3-window", 2),
         ("qwen3-moe", 2),
+        ("glm4-moe", 2),
     ],
 )
 def test_several_ranks_equal_transformers(

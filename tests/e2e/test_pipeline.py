@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     [
         ("llama-mha-tied", {"pipeline_parallel_size": 2, "pipeline_layers": (1, 2), **SMALL}),
         ("qwen2-window", {"pipeline_parallel_size": 3}),
+        ("qwen3-moe", {"pipeline_parallel_size": 2}),
         (
             "llama-biases",
             {
