@@ -54,7 +54,7 @@ def exact(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, *, gelu: boo
 def test_any_size(
     rows: int, chosen: int, experts: int, width: int, inner: int, add: bool, few: bool
 ) -> None:
-    for dtype in SUPPORTED:
+    for dtype in SUPPORTED if rows == 5 else SUPPORTED[:1]:
         values = Values(rows + width)
         x = guarded(values.normal(rows, width, dtype=dtype))
         gate_up = guarded(values.normal(experts, 2 * inner, width, dtype=dtype, scale=width**-0.5))

@@ -26,6 +26,7 @@ from sidestep.kernels.ops.paged_attention import (
     prefill_attention,
 )
 from sidestep.kernels.ops.rms_norm import rms_norm
+from sidestep.kernels.ops.routing import Choice, choose_experts
 from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
 from sidestep.kernels.ops.silu_mul import silu_mul
 from tests.e2e.models import random_prompts, write_model
@@ -97,6 +98,15 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
 @pytest.mark.parametrize("width", [94, 1000, 3072, 14336])
 def test_the_activation(width: int) -> None:
     check(silu_mul, torch.randn(ROWS, 2 * width))
+
+
+@pytest.mark.parametrize("experts", [5, 72, 256])
+@pytest.mark.parametrize("sigmoid", [True, False])
+def test_the_choice_of_experts(sigmoid: bool, experts: int) -> None:
+    choice = Choice(4, sigmoid=sigmoid, normalised=True)
+    logits = torch.randn(ROWS, experts)
+    check(lambda x: choose_experts(x, None, choice).weights, logits)
+    check(lambda x: choose_experts(x, None, choice).ids, logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -187,6 +197,7 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
         ("qwen3-tied", torch.bfloat16),
         ("mistral-window", torch.float32),
         ("qwen3-moe", torch.float32),
+        ("glm4-moe", torch.float32),
         ("qwen3-moe", torch.bfloat16),
     ],
     ids=str,
