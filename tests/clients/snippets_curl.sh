@@ -95,7 +95,7 @@ tokens_of_a_text() {
 }
 
 embeddings_are_refused() {
-  curl -s "$URL/embeddings" -H "$JSON" -d '{"input": "a"}' | _holds 'makes no embeddings'
+  curl -s "$URL/embeddings" -H "$JSON" -d '{"input": "a"}' | _holds 'start one with --runner pooling'
 }
 
 a_status_for_scripts() {

@@ -71,8 +71,8 @@ def an_image_is_refused() -> None:
 def embeddings_are_refused() -> None:
     try:
         client.embeddings.create(model=MODEL, input="a")
-    except openai.NotFoundError as error:
-        assert "embeddings" in error.message
+    except openai.BadRequestError as error:
+        assert "--runner pooling" in error.message and error.code == "unsupported_task"
     else:
         raise AssertionError("served")
 

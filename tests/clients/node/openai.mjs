@@ -157,6 +157,7 @@ export default ({ scriptedUrl, model }) => ({
       OpenAI.NotFoundError);
     await assert.rejects(client.chat.completions.create({ model, messages: HELLO, temperature: 9 }),
       (error) => error instanceof OpenAI.BadRequestError && error.param === "temperature");
-    await assert.rejects(client.embeddings.create({ model, input: "a" }), OpenAI.NotFoundError);
+    await assert.rejects(client.embeddings.create({ model, input: "a" }),
+      (error) => error instanceof OpenAI.BadRequestError && error.code === "unsupported_task");
   },
 });
