@@ -10,7 +10,7 @@ import pytest
 
 from sidestep import PoolingParams, ValidationError
 from sidestep.ipc.model.pooling_spec import PoolingSpec
-from tests.unit.ipc.test_model_config import problem, read
+from tests.unit.ipc.model.test_model_config import problem, read
 
 HEAD = {"architectures": ["Qwen3ForSequenceClassification"]}
 
