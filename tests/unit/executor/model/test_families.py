@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.attention.torch_backend import TorchAttention
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import attention_shape, distinct_ropes, layers_of
 from sidestep.executor.models.model_loading import model_class
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -23,28 +21,10 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.model.layer_split import split_layers, stage_of
 from sidestep.ipc.model.model_size import layers_size, num_parameters
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
+from tests.counting_weights import CountingWeights
 from tests.e2e.models import FAMILIES
 
 CPU = torch.device("cpu")
-
-
-class Counting(DummyWeights):
-    """Weights that count the numbers that a model reads."""
-
-    def __init__(self) -> None:
-        super().__init__(0, torch.float32, CPU)
-        self.count = 0
-
-    def get(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
-        tensor = super().get(name, shape, rows, columns)
-        self.count += tensor.numel()
-        return tensor
 
 
 def _architecture(family: str) -> str:
@@ -83,7 +63,7 @@ def test_ranks_and_stages_read_and_keep_what_the_specification_says(
     split = split_layers(spec, 2)
     for layers in ((spec.num_layers,), split):
         for index in range(len(layers)):
-            stage, weights = stage_of(layers, index), Counting()
+            stage, weights = stage_of(layers, index), CountingWeights()
             own = layers_of(spec, stage)
             model_class(spec.architecture)(spec, weights, parallel, stage)
             assert weights.count == num_parameters(

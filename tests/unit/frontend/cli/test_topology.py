@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.frontend.main import main
@@ -22,6 +20,7 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.config_sections import CacheConfig
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
+from tests.counting_weights import CountingWeights
 from tests.fakes import make_spec
 
 GIB = 1 << 30
@@ -44,25 +43,6 @@ def model(tmp_path: Path) -> str:
     """Return a model's folder with nothing but a config.json."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     return str(tmp_path)
-
-
-class Counting(DummyWeights):
-    """Weights that count the numbers that a model reads."""
-
-    def __init__(self) -> None:
-        super().__init__(0, torch.float32, torch.device("cpu"))
-        self.count = 0
-
-    def get(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        rows: range | None = None,
-        columns: range | None = None,
-    ) -> Tensor:
-        tensor = super().get(name, shape, rows, columns)
-        self.count += tensor.numel()
-        return tensor
 
 
 @pytest.mark.parametrize(
@@ -89,7 +69,7 @@ def test_weights_and_cache_are_those_that_ranks_of_the_real_model_take(
     parallel = Parallel()
     parallel.size = ranks
     for index in range(len(layers)):
-        stage, weights = stage_of(layers, index), Counting()
+        stage, weights = stage_of(layers, index), CountingWeights()
         registry.load(registry.MODELS[spec.architecture].model)(spec, weights, parallel, stage)
         shard = Shard(spec, ranks, stage)
         assert shard.weights == weights.count
