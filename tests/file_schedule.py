@@ -43,4 +43,7 @@ class FileSchedule(LoadFileScheduling):  # type: ignore[misc] # its library has 
         if node not in self.registered_collections:  # it is still collecting
             return
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < FEWEST_TESTS:
-            super()._reschedule(node)
+            try:
+                super()._reschedule(node)
+            except OSError:  # it has died: `remove_node` comes next, and shares out its tests
+                return
