@@ -24,6 +24,7 @@ from torch import Tensor
 
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
+from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
 
@@ -106,6 +107,16 @@ def _place_of(m, stride, G: tl.constexpr, D: tl.constexpr, Q: tl.constexpr):
     return m * D if Q == 1 else (m // G) * stride + (m % G) * D
 
 
+@triton.jit
+def _sink_mass(sinks, m, top, G: tl.constexpr, Q: tl.constexpr):
+    """Return the masses of rows' sinks, where `top` has the mass 1.
+
+    A row whose sink is so far above its keys that the mass is infinite gets the result 0.
+    """
+    sink = tl.load(sinks + m % G, mask=m < G * Q, other=0.0) * LOG2_E
+    return tl.exp2(sink - top)
+
+
 @reads_early("tile_ends", "slots", "seq_lens", "valid_lens")
 @triton.jit
 def _decode(
@@ -130,6 +141,7 @@ def _decode(
     scale,
     eps,
     valid_lens,
+    sinks,
     KVH: tl.constexpr,
     G: tl.constexpr,
     Q: tl.constexpr,
@@ -141,6 +153,7 @@ def _decode(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -221,6 +234,7 @@ def _decode(
                 PAGE,
                 TILE,
                 NORM,
+                SOFTCAP,
             )
         else:
             stored = valid
@@ -252,6 +266,8 @@ def _decode(
             key = tl.load(source, mask=readable, other=0.0)
             value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            if SOFTCAP is not None:
+                scores = bounded(scores, SOFTCAP)
             if Q == 1:
                 attended = ((keys < stored) & (keys >= visible))[None, :]
             else:
@@ -274,6 +290,8 @@ def _decode(
         begins_here = tile == row_begin
         if begins_here & (stop == row_end):
             # 3. Store the result of a row that was here as a whole.
+            if sinks is not None:
+                total_mass += _sink_mass(sinks + head * G, m, top, G, Q)
             if Q > 1:
                 # A query that is not valid may see no key at all.
                 total_mass = tl.where(total_mass > 0.0, total_mass, 1.0)
@@ -330,6 +348,8 @@ def _decode(
                             values * share[:, :, None], 0
                         )
                         top_all = highest_all
+                    if sinks is not None:
+                        mass_all += _sink_mass(sinks + head * G, group, top_all, G, Q)
                     if Q == 1:
                         mass_all = tl.where(group < G, mass_all, 1.0)
                     else:
@@ -367,6 +387,8 @@ def decode_attention(
     num_heads: int,
     window: int,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     rope: Rope | None = None,
     queries: int = 1,
     valid_lens: Tensor | None = None,
@@ -382,8 +404,10 @@ def decode_attention(
     q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
     block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention
     with the scratch's tile and the same `queries`; out [R.., H * D], written for decode rows only.
-    With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the projections, and each
-    row's new key and value are written to the cache; without, they are there already.
+    softcap: the bound of the scores; sinks float32 [H]: scores that only the softmax's
+    denominator has. With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the
+    projections, and each row's new key and value are written to the cache; without, they are there
+    already.
     """
     assert 1 <= queries <= scratch.queries
     assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
@@ -423,9 +447,10 @@ def decode_attention(
         block_tables.stride(0),
         cache.stride(0),
         out.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E.value,
         eps,
         valid_lens,
+        sinks,
         kv_heads,
         group,
         queries,
@@ -437,6 +462,7 @@ def decode_attention(
         page,
         config.tile,
         window,
+        softcap,
         tile_ends.shape[0],
         scratch.parts,
         min_tiles,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
 
@@ -79,6 +80,7 @@ def _attend(
     PAGE: tl.constexpr,
     N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -112,16 +114,20 @@ def _attend(
                 key = tl.load(source, mask=(dims < D)[None, :], other=0.0)
                 value = tl.load(source + KVH * (PAGE * D), mask=(dims < D)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        unit = scale
+        if SOFTCAP is not None:
+            scores = bounded(scores * scale, SOFTCAP)
+            unit = 1.0
         if MASKED:
             attended = keys[None, :] <= positions[:, None]
             if WINDOW:
                 attended &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(attended, scores, float("-inf"))
-        highest = tl.maximum(top, tl.max(scores, 1) * scale)
+        highest = tl.maximum(top, tl.max(scores, 1) * unit)
         base = highest
         if MASKED:  # a row may have seen nothing yet
             base = tl.where(highest == float("-inf"), 0.0, highest)
-        weights = tl.exp2(scores * scale - base[:, None])
+        weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         mass = mass * fade + tl.sum(weights, 1)
         acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision=PRECISION)
@@ -147,6 +153,7 @@ def _prefill(
     block_stride,
     out_stride,
     scale,
+    sinks,
     KVH: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -156,6 +163,7 @@ def _prefill(
     N: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ROWS: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -194,6 +202,9 @@ def _prefill(
     acc = tl.zeros([M, DIM], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
     mass = tl.zeros([M], tl.float32)
+    if sinks is not None:  # the softmax begins with them
+        top = tl.load(sinks + head * G + m % G) * LOG2_E
+        mass += 1.0
     # 3. Attend to the keys: [edge of the window, masked] [seen by all rows] [diagonal, masked].
     end = context + tl.minimum(first + TOKENS, count)
     seen_by_all = (context + first + 1) // N * N
@@ -224,6 +235,7 @@ def _prefill(
             PAGE,
             N,
             WINDOW,
+            SOFTCAP,
             True,
             BULK,
             PRECISION,
@@ -250,6 +262,7 @@ def _prefill(
         PAGE,
         N,
         WINDOW,
+        SOFTCAP,
         False,
         BULK,
         PRECISION,
@@ -275,6 +288,7 @@ def _prefill(
         PAGE,
         N,
         WINDOW,
+        SOFTCAP,
         True,
         BULK,
         PRECISION,
@@ -302,6 +316,8 @@ def prefill_attention(
     max_rows: int,
     window: int,
     scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compute the attention of each prompt row's new tokens, whose keys are in the cache already.
 
@@ -310,7 +326,9 @@ def prefill_attention(
     q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
     block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends
     int32 from plan_attention with the config's tokens; max_tokens, max_rows: no step has more
-    prompt tokens and prompt rows; out [T.., H * D], written for tokens of prompt rows only.
+    prompt tokens and prompt rows; out [T.., H * D], written for tokens of prompt rows only;
+    softcap: the bound of the scores; sinks float32 [H]: scores that only the softmax's
+    denominator has.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
@@ -342,7 +360,8 @@ def prefill_attention(
         block_tables.stride(0),
         cache.stride(0),
         out.stride(0),
-        scale * 1.4426950408889634,
+        scale * LOG2_E.value,
+        sinks,
         kv_heads,
         group,
         dim,
@@ -352,6 +371,7 @@ def prefill_attention(
         config.keys,
         tokens,
         window,
+        softcap,
         tile_ends.shape[0],
         bulk,
         "ieee",

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.attention.scores_triton import bounded
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
 
@@ -79,6 +80,7 @@ def begin_with_new(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     NORM: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Return the softmax's state after the token at `position` alone, if this program is the owner.
 
@@ -98,6 +100,8 @@ def begin_with_new(
     tl.store(target, key, mask=writes)
     tl.store(target + KVH * (PAGE * D), value, mask=writes)
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
+    if SOFTCAP is not None:
+        score = bounded(score, SOFTCAP)
     top = tl.where(owner, score, float("-inf"))
     first = tl.arange(0, TILE)[None, :] == tl.where(owner, 0, -1)
     mass = tl.where(first, 1.0, tl.zeros([query.shape[0], TILE], tl.float32))

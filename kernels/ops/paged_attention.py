@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sidestep.kernels.ops.silu_mul import by_rows
+
 FEWEST_QUERIES = 4
 """The number of queries is padded to a multiple of this."""
 _SHORT, _STEP = 64, 512
@@ -29,7 +31,14 @@ def padded_length(length: int) -> int:
     return max(_SHORT, 1 << (length - 1).bit_length())
 
 
-def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def decode_attention(
+    q: Tensor,
+    keys_values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the attention of one query token a row.
 
     Query heads that share a KV head are laid out along the query dimension, so keys and values are
@@ -37,22 +46,34 @@ def decode_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float)
 
     q [R, H, D]; keys_values float32 [R, 2 KVH, L, D], keys first, each row padded with finite
     values to the common length; mask float32 [R, 1, 1, L], 0 for tokens to attend to and -inf for
-    others. Returns [R, H, D] of q's type.
+    others; softcap: the bound of the scores, if any; sinks float32 [H]: scores that only the
+    softmax's denominator has. Returns [R, H, D] of q's type.
     """
     rows, heads, dim = q.shape
     kv_heads = keys_values.shape[1] // 2
     k, v = keys_values.split(kv_heads, 1)
     group = heads // kv_heads
-    query = pad(q.float().reshape(rows, kv_heads, group, dim), (0, 0, 0, -group % FEWEST_QUERIES))
-    out = _attention(query, k, v, mask, scale)
+    missing = -group % FEWEST_QUERIES
+    query = pad(q.float().reshape(rows, kv_heads, group, dim), (0, 0, 0, missing))
+    if sinks is not None:
+        sinks = pad(sinks.view(kv_heads, group, 1), (0, 0, 0, missing))
+    out = _attention(query, k, v, mask, scale, softcap, sinks)
     return out[:, :, :group].reshape(rows, heads, dim).to(q.dtype)
 
 
-def prefill_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def prefill_attention(
+    q: Tensor,
+    keys_values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the attention of consecutive tokens of one sequence.
 
     q [N, H, D]; keys_values float32 [L, 2 KVH, D], keys first; mask float32 [N, L], 0 for tokens to
-    attend to and -inf for others. Returns [N, H, D] of q's type.
+    attend to and -inf for others; softcap, sinks: see decode_attention. Returns [N, H, D] of q's
+    type.
     """
     count, heads, dim = q.shape
     kv_heads = keys_values.shape[1] // 2
@@ -63,22 +84,57 @@ def prefill_attention(q: Tensor, keys_values: Tensor, mask: Tensor, scale: float
         .expand(-1, -1, group, -1, -1)
     )
     query = pad(q.float().view(count, kv_heads, group, dim).permute(1, 2, 0, 3), (0, 0, 0, missing))
-    out = _attention(query, k, v, pad(mask, (0, 0, 0, missing)), scale)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, group, 1, 1)
+    out = _attention(query, k, v, pad(mask, (0, 0, 0, missing)), scale, softcap, sinks)
     return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, heads, dim).to(q.dtype)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """Return the attention of q [B, H, N, D] to k, v [B, H, L, D].
 
-    A single problem (B = H = 1) is computed twice. torch gives each problem to one thread, but it
-    starts no thread for a single problem. The library would then split its products among threads
-    of its own.
+    sinks: of a shape that expands to [B, H, N, 1]. A single problem (B = H = 1) is computed twice.
+    torch gives each problem to one thread, but it starts no thread for a single problem. The
+    library would then split its products among threads of its own.
     """
     lone = q.shape[0] * q.shape[1] == 1
     if lone:
         q, k, v = (x.expand(2, -1, -1, -1) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if softcap is not None or sinks is not None:
+        out = _in_parts(q, k, v, mask, scale, softcap, sinks)
+    else:
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out[:1] if lone else out
+
+
+def _in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return the attention with bounded scores or with sinks, which torch's own does not have."""
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        flat = scores.div_(softcap).flatten(0, 2)
+        scores = by_rows(torch.ops.aten.tanh.out, flat).view_as(scores).mul_(softcap)
+    scores += mask
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    # The sink is one more key, whose value is zero.
+    with_sink = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return with_sink.softmax(-1)[..., :-1].contiguous() @ v
 
 
 def causal_mask(first: int, count: int, length: int, window: int, device: torch.device) -> Tensor:

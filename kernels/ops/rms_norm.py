@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.silu_mul import each_row
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -28,6 +29,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     scale = torch.addcmul(_epsilon(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """Return the norm of each head, times silu(gate), in x's type.
+
+    x [T, H * D]; weight [D]; gate [T, H * D], whose rows may lie apart. The product is float32.
+    """
+    if on_gpu(x):
+        from sidestep.kernels.recurrent.gated_norm_triton import gated_rms_norm as launch
+
+        return launch(x, weight, gate, eps)
+    heads = rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
+    return (heads * each_row(torch.ops.aten.silu.out, gate.float())).to(x.dtype)
 
 
 @dataclass(frozen=True)

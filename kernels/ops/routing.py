@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sidestep.kernels.ops.silu_mul import by_rows
+from sidestep.kernels.ops.silu_mul import row_sigmoid
 
 TINY = 1e-20
 """Least sum of chosen scores, which would else divide by zero."""
@@ -29,9 +29,15 @@ class Routed(NamedTuple):
     """The experts of some tokens, the one with the largest score first."""
 
     ids: Tensor
-    """int32 [T, k]"""
+    """int32 [T, k]; negative for experts of other ranks."""
     weights: Tensor
     """float32 [T, k]: factors on the experts' results."""
+
+    def on_rank(self, own: range) -> Routed:
+        """Return the same with the experts' numbers on a rank. own: its experts."""
+        local = self.ids - own.start
+        outside = (local < 0) | (local >= len(own))
+        return Routed(local.masked_fill_(outside, -1), self.weights)
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> Routed:
@@ -50,12 +56,6 @@ def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> Route
         total = reduce(torch.add, weights.unbind(1))
         weights = weights / (total + TINY)[:, None]
     return Routed(ids.int(), weights * choice.scale)
-
-
-def row_sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid of x [T, N] on a CPU, where a row's bits depend on that row alone."""
-    # A column between the rows makes torch compute each row by itself (see by_rows).
-    return by_rows(torch.ops.aten.sigmoid.out, torch.nn.functional.pad(x, (0, 1))[:, :-1])
 
 
 def _of_best_groups(scores: Tensor, choice: Choice) -> Tensor:

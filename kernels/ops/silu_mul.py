@@ -43,3 +43,14 @@ def by_rows(activation: Callable[..., Tensor], x: Tensor) -> Tensor:
     for first, last in zip(cuts, cuts[1:], strict=False):
         activation(x[first:last], out=out[first:last])
     return out
+
+
+def each_row(activation: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Return the activation of x [T, F], as `by_rows`, where rows may lie side by side."""
+    # A column between the rows makes torch compute each row by itself.
+    return by_rows(activation, torch.nn.functional.pad(x, (0, 1))[:, :-1])
+
+
+def row_sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid of x [T, N], where a row's bits depend on that row alone."""
+    return torch.sigmoid(x) if on_gpu(x) else each_row(torch.ops.aten.sigmoid.out, x)

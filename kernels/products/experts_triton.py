@@ -5,6 +5,9 @@ streams rows of its expert's matrix. For more, the pairs are sorted by expert, a
 multiplies some pairs of one expert with a part of its matrix. Their number is known on the device
 alone. So as many programs are launched as may be needed, and those that are not needed end at once.
 
+With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
+read no matrix, and count as zero.
+
 No value is added atomically: each sum has one order, and a token's experts are added in the order
 of its choice.
 """
@@ -20,10 +23,12 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.products.expert_matrix import ExpertMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
-_FEW_COLUMNS, _FEW_STEP = 16, 128
-"""Outputs of a program for a few pairs, and its step along the inputs."""
+_FEW_COLUMNS, _FEW_STEP, _FEW_PACKED_STEP = 16, 128, 256
+"""Outputs of a program for a few pairs, and its step along the inputs. With packed weights that is
+longer, so that a thread loads 16 bytes."""
 _ROWS, _COLUMNS, _STEP_BYTES = 64, 64, 128
 """Tile of a program for many pairs: pairs, outputs, and bytes of its step along the inputs."""
 _SORTED_AT_ONCE = 1024
@@ -31,9 +36,13 @@ _SORTED_AT_ONCE = 1024
 
 
 @triton.jit
-def _gated(gate, up, dtype, GELU: tl.constexpr):
-    """Return act(gate) * up in float32."""
-    if GELU:
+def _gated(gate, up, dtype, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return act(gate) * up in float32, or clamped_swiglu where there is a LIMIT."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate.to(dtype).to(tl.float32), LIMIT)
+        up = tl.clamp(up.to(dtype).to(tl.float32), -LIMIT, LIMIT)
+        return gate / (1.0 + tl.exp(-ALPHA * gate)) * (up + 1.0)
+    elif GELU:
         gate = gate.to(dtype).to(tl.float32)
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         # 1 + tanh(y) is 2 / (1 + exp(-2 y)).
@@ -44,9 +53,41 @@ def _gated(gate, up, dtype, GELU: tl.constexpr):
 
 
 @triton.jit
+def _numbers(codes, scale):
+    """Return numbers of e2m1, the lower four bits of each code, times a scale."""
+    # Twice their magnitudes, 0 1 2 3 4 6 8 12, lie in the constant, four bits each.
+    twice = ((0xC8643210 >> ((codes & 7) * 4).to(tl.uint32)) & 15).to(tl.float32)
+    return tl.where((codes & 8) != 0, -twice, twice) * (0.5 * scale)
+
+
+@triton.jit
+def _weights(values, scales, rows, at, K: tl.constexpr, STEP: tl.constexpr):
+    """Return STEP numbers from `at` on of these rows [N, 1] of a matrix with K columns, 0 outside.
+
+    scales: of MXFP4 (see kernels/products/expert_matrix.py); None for a matrix in the inputs' type.
+    """
+    if scales is None:
+        steps = (at + tl.arange(0, STEP))[None, :]
+        return tl.load(values + rows * K + steps, mask=steps < K, other=0.0)
+    else:
+        blocks = (at // 32 + tl.arange(0, STEP // 32))[None, :, None]
+        inside = blocks < K // 32
+        pairs = blocks * 16 + tl.arange(0, 16)[None, None, :]
+        codes = tl.load(values + rows[:, :, None] * (K // 2) + pairs, mask=inside, other=0)
+        byte = tl.load(scales + rows[:, :, None] * (K // 32) + blocks, mask=inside, other=0)
+        byte = byte.to(tl.int32)
+        # The byte is the exponent of a float32. 0 stands for 2^-127, which has no exponent.
+        scale = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+        both = tl.interleave(_numbers(codes, scale), _numbers(codes >> 4, scale))
+        return both.reshape([both.shape[0], STEP])
+
+
+@triton.jit
 def _expert_gate_up(
     x,
     weight,
+    scales,
+    bias,
     ids,
     out,
     D: tl.constexpr,
@@ -55,6 +96,9 @@ def _expert_gate_up(
     N: tl.constexpr,
     STEP: tl.constexpr,
     GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -63,19 +107,26 @@ def _expert_gate_up(
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     expert = tl.load(ids + pair).to(tl.int64)
-    rows = weight + (expert * 2 * F + tl.minimum(columns, F - 1))[:, None] * D
+    stop = D
+    if SOME:
+        stop = tl.where(expert < 0, 0, D)
+    rows = (expert * 2 * F + tl.minimum(columns, F - 1))[:, None]
     gate = tl.zeros([N, STEP], tl.float32)
     up = tl.zeros([N, STEP], tl.float32)
-    for at in range(0, D, STEP):
+    for at in range(0, stop, STEP):
         steps = at + tl.arange(0, STEP)
         inside = steps < D
         value = tl.load(x + pair // CHOSEN * D + steps, mask=inside, other=0.0).to(tl.float32)
-        source = rows + steps[None, :]
-        gate += tl.load(source, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
-        source += F * D
-        up += tl.load(source, mask=inside[None, :], other=0.0).to(tl.float32) * value[None, :]
+        gate += _weights(weight, scales, rows, at, D, STEP).to(tl.float32) * value[None, :]
+        up += _weights(weight, scales, rows + F, at, D, STEP).to(tl.float32) * value[None, :]
+    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if bias is not None:
+        own = bias + expert * 2 * F + columns
+        there = columns < (tl.where(expert < 0, 0, F) if SOME else F)
+        gate_sum += tl.load(own, mask=there, other=0.0).to(tl.float32)
+        up_sum += tl.load(own + F, mask=there, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out.dtype.element_ty
-    gated = _gated(tl.sum(gate, 1), tl.sum(up, 1), dtype, GELU)
+    gated = _gated(gate_sum, up_sum, dtype, GELU, ALPHA, LIMIT)
     tl.store(out + pair * F + columns, gated.to(dtype), mask=columns < F)
 
 
@@ -83,6 +134,8 @@ def _expert_gate_up(
 def _expert_down(
     inner,
     weight,
+    scales,
+    bias,
     ids,
     weights,
     out,
@@ -92,6 +145,7 @@ def _expert_down(
     N: tl.constexpr,
     STEP: tl.constexpr,
     ADD: tl.constexpr,
+    SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -103,15 +157,23 @@ def _expert_down(
     for place in range(CHOSEN):
         pair = token * CHOSEN + place
         expert = tl.load(ids + pair).to(tl.int64)
-        rows = weight + (expert * D + tl.minimum(columns, D - 1))[:, None] * F
+        rows = (expert * D + tl.minimum(columns, D - 1))[:, None]
         acc = tl.zeros([N, STEP], tl.float32)
-        for at in range(0, F, STEP):
+        stop = F
+        if SOME:
+            stop = tl.where(expert < 0, 0, F)
+        for at in range(0, stop, STEP):
             steps = at + tl.arange(0, STEP)
             inside = steps < F
             value = tl.load(inner + pair * F + steps, mask=inside, other=0.0).to(tl.float32)
-            w = tl.load(rows + steps[None, :], mask=inside[None, :], other=0.0)
+            w = _weights(weight, scales, rows, at, F, STEP)
             acc += w.to(tl.float32) * value[None, :]
-        total += tl.load(weights + pair) * tl.sum(acc, 1)
+        result = tl.sum(acc, 1)
+        if bias is not None:
+            own = bias + expert * D + columns
+            there = columns < (tl.where(expert < 0, 0, D) if SOME else D)
+            result += tl.load(own, mask=there, other=0.0).to(tl.float32)
+        total += tl.load(weights + pair) * result
     target = out + token * D + columns
     if ADD:
         total += tl.load(target, mask=columns < D, other=0.0).to(tl.float32)
@@ -178,6 +240,8 @@ def _place_pairs(
 def _grouped_gate_up(
     x,
     weight,
+    scales,
+    bias,
     order,
     experts,
     out,
@@ -190,6 +254,8 @@ def _grouped_gate_up(
     N: tl.constexpr,
     STEP: tl.constexpr,
     GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -200,26 +266,33 @@ def _grouped_gate_up(
         pairs = tl.load(order + tl.program_id(0) * M + tl.arange(0, M))
         columns = tl.program_id(1) * N + tl.arange(0, N)
         tokens = x + (tl.minimum(pairs, P - 1) // CHOSEN).to(tl.int64)[:, None] * D
-        rows = weight + (expert * 2 * F + tl.minimum(columns, F - 1))[:, None] * D
+        rows = (expert * 2 * F + tl.minimum(columns, F - 1))[:, None]
         gate = tl.zeros([M, N], tl.float32)
         up = tl.zeros([M, N], tl.float32)
         for at in range(0, D, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(tokens + steps, mask=steps < D, other=0.0)
-            w = tl.load(rows + steps, mask=steps < D, other=0.0)
+            w = _weights(weight, scales, rows, at, D, STEP).to(value.dtype)
             gate = tl.dot(value, w.T, gate, input_precision="ieee")
-            w = tl.load(rows + F * D + steps, mask=steps < D, other=0.0)
+            w = _weights(weight, scales, rows + F, at, D, STEP).to(value.dtype)
             up = tl.dot(value, w.T, up, input_precision="ieee")
+        if bias is not None:
+            own = bias + expert * 2 * F + columns
+            gate += tl.load(own, mask=columns < F, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(own + F, mask=columns < F, other=0.0).to(tl.float32)[None, :]
         dtype: tl.constexpr = out.dtype.element_ty
         target = out + pairs.to(tl.int64)[:, None] * F + columns[None, :]
         inside = (pairs < P)[:, None] & (columns < F)[None, :]
-        tl.store(target, _gated(gate, up, dtype, GELU).to(dtype), mask=inside)
+        gated = _gated(gate, up, dtype, GELU, ALPHA, LIMIT)
+        tl.store(target, gated.to(dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["P"])
 def _grouped_down(
     inner,
     weight,
+    scales,
+    bias,
     order,
     experts,
     out,
@@ -240,13 +313,16 @@ def _grouped_down(
         pairs = tl.load(order + tl.program_id(0) * M + tl.arange(0, M))
         columns = tl.program_id(1) * N + tl.arange(0, N)
         values = inner + tl.minimum(pairs, P - 1).to(tl.int64)[:, None] * F
-        rows = weight + (expert * D + tl.minimum(columns, D - 1))[:, None] * F
+        rows = (expert * D + tl.minimum(columns, D - 1))[:, None]
         acc = tl.zeros([M, N], tl.float32)
         for at in range(0, F, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(values + steps, mask=steps < F, other=0.0)
-            w = tl.load(rows + steps, mask=steps < F, other=0.0)
+            w = _weights(weight, scales, rows, at, F, STEP).to(value.dtype)
             acc = tl.dot(value, w.T, acc, input_precision="ieee")
+        if bias is not None:
+            own = bias + expert * D + columns
+            acc += tl.load(own, mask=columns < D, other=0.0).to(tl.float32)[None, :]
         target = out + pairs.to(tl.int64)[:, None] * D + columns[None, :]
         inside = (pairs < P)[:, None] & (columns < D)[None, :]
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
@@ -255,12 +331,14 @@ def _grouped_down(
 @triton.jit
 def _combine(
     results,
+    ids,
     weights,
     out,
     D: tl.constexpr,
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     ADD: tl.constexpr,
+    SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -272,7 +350,10 @@ def _combine(
     total = tl.zeros([N], tl.float32)
     for place in range(CHOSEN):
         pair = token * CHOSEN + place
-        result = tl.load(results + pair * D + columns, mask=inside, other=0.0)
+        stop = D
+        if SOME:
+            stop = tl.where(tl.load(ids + pair) < 0, 0, D)
+        result = tl.load(results + pair * D + columns, mask=columns < stop, other=0.0)
         total += tl.load(weights + pair) * result.to(tl.float32)
     target = out + token * D + columns
     if ADD:
@@ -290,7 +371,10 @@ class SortedPairs(NamedTuple):
 
 
 def sort_pairs(ids: Tensor, num_experts: int) -> SortedPairs:
-    """Return the pairs sorted by expert, and by number within an expert. ids: int32 [T, k]."""
+    """Return the pairs sorted by expert, and by number within an expert.
+
+    ids: int32 [T, k]. Pairs with a negative id are left out.
+    """
     pairs = ids.numel()
     tiles = triton.cdiv(pairs, _ROWS) + min(pairs, num_experts)
     counts, order, experts = (
@@ -327,38 +411,48 @@ def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
 def multiply_experts(
     x: Tensor,
     routed: Routed,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
     out: Tensor,
     *,
     add: bool,
     gelu: bool = False,
+    clamped: tuple[float, float] | None = None,
     few: bool | None = None,
+    some: bool = False,
 ) -> None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
-    x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous and of one
-    type. few: whether each pair is multiplied by itself; None for the usual choice.
+    x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and of one
+    type where they are not MXFP4. clamped: alpha and limit of clamped_swiglu, if that is the
+    activation. few: whether each pair is multiplied by itself; None for the usual choice. some:
+    whether pairs may have negative ids, which add nothing.
     """
-    (rows, width), (experts, inner_width), chosen = x.shape, down.shape[::2], routed.ids.shape[1]
+    (rows, width), experts, chosen = x.shape, len(down.values), routed.ids.shape[1]
+    inner_width = gate_up.num_rows // 2
     if rows == 0:
         return
+    gate_up_parts, down_parts = (
+        (matrix.values, matrix.scales, matrix.bias) for matrix in (gate_up, down)
+    )
+    activation = (gelu, *(clamped or (None, None)))
     pairs, kind = rows * chosen, pdl(x)
     inner = x.new_empty(pairs, inner_width)
     if few_pairs(rows, chosen, experts) if few is None else few:
-        sizes = width, inner_width, chosen, _FEW_COLUMNS, _FEW_STEP
+        step = _FEW_STEP if down.scales is None else _FEW_PACKED_STEP
+        sizes = width, inner_width, chosen, _FEW_COLUMNS, step
         _expert_gate_up[(pairs, triton.cdiv(inner_width, _FEW_COLUMNS))](
-            x, gate_up, routed.ids, inner, *sizes, gelu, num_warps=4, **kind
+            x, *gate_up_parts, routed.ids, inner, *sizes, *activation, some, num_warps=4, **kind
         )
         _expert_down[(rows, triton.cdiv(width, _FEW_COLUMNS))](
-            inner, down, routed.ids, routed.weights, out, *sizes, add, num_warps=4, **kind
+            inner, *down_parts, *routed, out, *sizes, add, some, num_warps=4, **kind
         )
         return
     tiles = sort_pairs(routed.ids, experts)
     step = _STEP_BYTES // x.element_size()
     _grouped_gate_up[(len(tiles.experts), triton.cdiv(inner_width, _COLUMNS))](
         x,
-        gate_up,
+        *gate_up_parts,
         *tiles,
         inner,
         pairs,
@@ -369,7 +463,7 @@ def multiply_experts(
         _ROWS,
         _COLUMNS,
         step,
-        gelu,
+        *activation,
         num_warps=4,
         num_stages=3,
         **kind,
@@ -377,7 +471,7 @@ def multiply_experts(
     results = x.new_empty(pairs, width)
     _grouped_down[(len(tiles.experts), triton.cdiv(width, _COLUMNS))](
         inner,
-        down,
+        *down_parts,
         *tiles,
         results,
         pairs,
@@ -393,5 +487,5 @@ def multiply_experts(
     )
     block = min(1024, triton.next_power_of_2(width))
     _combine[(rows, triton.cdiv(width, block))](
-        results, routed.weights, out, width, chosen, block, add, num_warps=4, **kind
+        results, *routed, out, width, chosen, block, add, some, num_warps=4, **kind
     )

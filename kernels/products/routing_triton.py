@@ -41,14 +41,16 @@ def _of_best_groups(ranked, experts, SIZE: tl.constexpr, GROUPS: tl.constexpr, B
     return kept
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "first"])
 def _route(
     x,
     weight,
     bias,
+    product_bias,
     ids,
     weights,
     T,
+    first,
     scale,
     tiny,
     D: tl.constexpr,
@@ -59,6 +61,7 @@ def _route(
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
     BEST: tl.constexpr,
+    OWN: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
@@ -80,6 +83,8 @@ def _route(
         matrix = weight + tl.minimum(experts, E - 1)[:, None] * D + steps[None, :]
         w = tl.load(matrix, mask=inside, other=0.0)
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    if product_bias is not None:
+        acc += tl.load(product_bias + experts, mask=experts < E, other=0.0)[None, :]
     nothing = float("-inf")
     if SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-acc))
@@ -110,19 +115,32 @@ def _route(
         ranked = tl.where(chosen, nothing, ranked)
     if NORMALISED:
         kept = kept / (total + tiny)[:, None]
+    if OWN < E:
+        found -= first
+        found = tl.where((found >= 0) & (found < OWN), found, -1)
     target = rows[:, None].to(tl.int64) * CHOSEN + places
     inside = (rows < T)[:, None] & (places < CHOSEN)
     tl.store(weights + target, kept * scale, mask=inside)
     tl.store(ids + target, found, mask=inside)
 
 
-def route(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Routed:
+def route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    choice: Choice,
+    own: range | None = None,
+    product_bias: Tensor | None = None,
+) -> Routed:
     """Return the experts of each row of x [T, D], contiguous.
 
-    weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice.
+    weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
+    rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
+    the product with the weight.
     """
     rows, width = x.shape
     experts = weight.shape[0]
+    own = range(experts) if own is None else own
     routed = Routed(
         x.new_empty(rows, choice.num_chosen, dtype=torch.int32),
         x.new_empty(rows, choice.num_chosen, dtype=torch.float32),
@@ -132,9 +150,11 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Rou
         x,
         weight,
         weight if bias is None else bias,
+        product_bias,
         routed.ids,
         routed.weights,
         rows,
+        own.start,
         float(choice.scale),
         TINY,
         width,
@@ -145,6 +165,7 @@ def route(x: Tensor, weight: Tensor, bias: Tensor | None, choice: Choice) -> Rou
         bias is not None,
         choice.groups,
         choice.chosen_groups,
+        len(own),
         _ROWS,
         padded,
         triton.next_power_of_2(choice.num_chosen),

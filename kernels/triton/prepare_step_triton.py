@@ -83,7 +83,7 @@ class SlotTables:
     """Device tables with one row a slot, int32."""
 
     block_tables: Tensor
-    """[slots, blocks of the longest request]"""
+    """[groups, slots, blocks of the longest request], by cache group."""
     parameters: Tensor
     """[slots, words of a record]: as they stand in the message."""
     progress: Tensor
@@ -110,7 +110,8 @@ class StepInputs:
     positions: Tensor
     """[T] 0 for padding."""
     slot_mapping: Tensor
-    """[T] Block id * block size + offset; -1 for padding and for tokens that do not count."""
+    """[groups, T] Block id * block size + offset; -1 for padding and for tokens that do not
+    count."""
     last_tokens: Tensor
     """[R] The index of each row's last token, 0 for padding; only without drafts."""
     seq_lens: Tensor
@@ -129,7 +130,9 @@ class StepInputs:
 
 
 _RUNTIME = (
+    "group_stride",
     "table_stride",
+    "mapping_stride",
     "progress_stride",
     "tokens_stride",
     "longest",
@@ -158,6 +161,29 @@ def _append_blocks(message, table, columns, column, blocks, within, BLOCK: tl.co
 
 
 @triton.jit
+def _map_slots(
+    table,
+    group_stride,
+    slot_mapping,
+    mapping_stride,
+    index,
+    position,
+    counts,
+    there,
+    PAGE: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Write where tokens at these positions of a request go in each group's cache.
+
+    table: the request's block table of the first group.
+    """
+    for group in tl.static_range(GROUPS):
+        block = tl.load(table + group * group_stride + position // PAGE, mask=counts, other=0)
+        place = tl.where(counts, block * PAGE + position % PAGE, -1)
+        tl.store(slot_mapping + group * mapping_stride + index, place, mask=there)
+
+
+@triton.jit
 def _write_queries(
     given,
     start,
@@ -166,10 +192,12 @@ def _write_queries(
     slot,
     row,
     table,
+    group_stride,
     own,
     token_ids,
     positions,
     slot_mapping,
+    mapping_stride,
     seq_lens,
     last_known,
     valid,
@@ -178,6 +206,7 @@ def _write_queries(
     query_lens,
     query_samples,
     PAGE: tl.constexpr,
+    GROUPS: tl.constexpr,
     Q: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
@@ -195,12 +224,22 @@ def _write_queries(
     position = start + query
     counts = (query < count) & (position < end)
     position = tl.maximum(tl.minimum(position, end - 1), 0)
-    block = tl.load(table + position // PAGE, mask=counts, other=0)
     index = row * Q + query
     there = query < Q
     tl.store(token_ids + index, tl.where(query == 0, known, draft), mask=there)
     tl.store(positions + index, position, mask=there)
-    tl.store(slot_mapping + index, tl.where(counts, block * PAGE + position % PAGE, -1), mask=there)
+    _map_slots(
+        table,
+        group_stride,
+        slot_mapping,
+        mapping_stride,
+        index,
+        position,
+        counts,
+        there,
+        PAGE,
+        GROUPS,
+    )
     tl.store(query_slots + index, slot.to(tl.int32) + tl.zeros_like(query), mask=there)
     tl.store(query_lens + index, start + query + 1, mask=there)
     tl.store(
@@ -242,7 +281,9 @@ def _prepare(
     query_slots,
     query_lens,
     query_samples,
+    group_stride,
     table_stride,
+    mapping_stride,
     progress_stride,
     tokens_stride,
     longest,
@@ -256,6 +297,7 @@ def _prepare(
     RECORD: tl.constexpr,
     MAX_TOTAL: tl.constexpr,
     PAGE: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     Q: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -268,7 +310,8 @@ def _prepare(
             index = first + within
             tl.store(token_ids + index, 0, mask=index < tokens)
             tl.store(positions + index, 0, mask=index < tokens)
-            tl.store(slot_mapping + index, -1, mask=index < tokens)
+            for group in tl.static_range(GROUPS):
+                tl.store(slot_mapping + group * mapping_stride + index, -1, mask=index < tokens)
         return
     if row >= num_rows:
         if Q == 1:
@@ -309,10 +352,12 @@ def _prepare(
             slot,
             row,
             table,
+            group_stride,
             own,
             token_ids,
             positions,
             slot_mapping,
+            mapping_stride,
             seq_lens,
             last_known,
             valid,
@@ -321,6 +366,7 @@ def _prepare(
             query_lens,
             query_samples,
             PAGE,
+            GROUPS,
             Q,
             QUERIES,
         )
@@ -345,13 +391,19 @@ def _prepare(
                 mask=counts & (given >= 0) & (position < longest),
             )
             position = tl.maximum(tl.minimum(position, end - 1), 0)
-            block = tl.load(table + position // PAGE, mask=counts, other=0)
             tl.store(token_ids + index, tl.where(given < 0, sampled, given), mask=there)
             tl.store(positions + index, position, mask=there)
-            tl.store(
-                slot_mapping + index,
-                tl.where(counts, block * PAGE + position % PAGE, -1),
-                mask=there,
+            _map_slots(
+                table,
+                group_stride,
+                slot_mapping,
+                mapping_stride,
+                index,
+                position,
+                counts,
+                there,
+                PAGE,
+                GROUPS,
             )
 
 
@@ -390,6 +442,8 @@ def prepare_step(
         inputs.query_lens,
         inputs.query_samples,
         tables.block_tables.stride(0),
+        tables.block_tables.stride(1),
+        inputs.slot_mapping.stride(0),
         tables.progress.stride(0),
         tables.tokens.stride(0),
         tables.tokens.shape[1],
@@ -403,6 +457,7 @@ def prepare_step(
         triton.next_power_of_2(words),
         tables.max_total,
         block_size,
+        len(tables.block_tables),
         256,
         queries,
         triton.next_power_of_2(queries),

@@ -1,0 +1,177 @@
+"""The gated delta rule (Yang, Kautz and Hatamizadeh 2024), the recurrence of linear attention.
+
+Each value head keeps a matrix S [Dk, Dv] that maps keys to values. A token with decay d, write
+strength b, key k, value v and query q does
+
+    S <- d S;  S <- S + b k (v - k^T S)^T;  output = S^T q
+
+with k and q of length one, and q divided by sqrt(Dk). Rows of few tokens are computed so. Longer
+rows are computed in chunks: within a chunk, the values that each token writes solve a triangular
+system (the WY form of Bischof and Van Loan 1987), and only then S is read and written once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.silu_mul import each_row, row_sigmoid
+from sidestep.kernels.recurrent.state_rows import (
+    CHUNK,
+    FEW_TOKENS,
+    StateRow,
+    StateRows,
+    rows_on_host,
+)
+
+NORM_EPS = 1e-6
+"""Added to the square of the length of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """The weights of the decay exp(-exp(a_log) softplus(a + bias)), float32 [Hv]."""
+
+    a_log: Tensor
+    bias: Tensor
+
+
+def gated_delta(qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor, rows: StateRows) -> Tensor:
+    """Return the outputs [T, Hv * Dv] in qkv's type.
+
+    qkv [T, 2 Hk Dk + Hv Dv]: queries and keys of the key heads, then values; consecutive value
+    heads share a key head. ba [T, 2 Hv]: of each value head, the logit of the write strength, and
+    behind all of those the input of the decay. state float32 [N, Hv, Dk, Dv], updated as `rows`
+    says. All is computed in float32.
+    """
+    if on_gpu(qkv):
+        from sidestep.kernels.recurrent.gated_delta_triton import gated_delta as launch
+
+        return launch(qkv, ba, decay.a_log, decay.bias, state, rows, NORM_EPS)
+    tokens = _Tokens.of(qkv, ba, decay, state)
+    out = qkv.new_zeros(len(qkv), state.shape[1] * state.shape[3])
+    for row in rows_on_host(rows):
+        before = torch.zeros_like(state[0]) if row.state_in < 0 else state[row.state_in].clone()
+        compute = _one_by_one if row.num_tokens <= FEW_TOKENS else _in_chunks
+        out[row.tokens] = compute(tokens.part(row.tokens), before, row, state).flatten(1)
+    return out
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The keys, values and gates of some tokens, float32."""
+
+    q: Tensor
+    """[T, Hv, Dk]"""
+    k: Tensor
+    """[T, Hv, Dk]"""
+    v: Tensor
+    """[T, Hv, Dv]"""
+    strength: Tensor
+    """[T, Hv] Parts of the way to the new value, from 0 to 1."""
+    log_decay: Tensor
+    """[T, Hv]"""
+
+    @classmethod
+    def of(cls, qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor) -> _Tokens:
+        """Return them, from projections. The bits of a token depend on that token alone."""
+        _, heads, key_dim, value_dim = state.shape
+        keys = (qkv.shape[1] - heads * value_dim) // 2
+        wide, gates = qkv.float(), ba.float()
+        q, k = (
+            _unit(part.unflatten(1, (-1, key_dim))).repeat_interleave(heads * key_dim // keys, 1)
+            for part in (wide[:, :keys], wide[:, keys : 2 * keys])
+        )
+        speed = each_row(torch.ops.aten.softplus.out, gates[:, heads:] + decay.bias)
+        return cls(
+            q * key_dim**-0.5,
+            k,
+            wide[:, 2 * keys :].unflatten(1, (heads, value_dim)),
+            row_sigmoid(gates[:, :heads]),
+            -decay.a_log.exp() * speed,
+        )
+
+    def part(self, tokens: slice) -> _Tokens:
+        """Return some of the tokens."""
+        return _Tokens(
+            self.q[tokens],
+            self.k[tokens],
+            self.v[tokens],
+            self.strength[tokens],
+            self.log_decay[tokens],
+        )
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x [.., D] with length one."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    return x * (norm * norm + NORM_EPS).rsqrt()
+
+
+def _one_by_one(tokens: _Tokens, memory: Tensor, row: StateRow, state: Tensor) -> Tensor:
+    """Return the outputs [n, Hv, Dv] of a row, and write its states.
+
+    memory [Hv, Dk, Dv]: its state before, which is written over.
+    """
+    kept = each_row(torch.ops.aten.exp.out, tokens.log_decay)
+    out = torch.empty_like(tokens.v)
+    for i in range(row.num_tokens):
+        k, v, strength = tokens.k[i], tokens.v[i], tokens.strength[i]
+        memory *= kept[i, :, None, None]
+        known = torch.bmm(k[:, None], memory)
+        memory.baddbmm_(k[:, :, None], (v[:, None] - known) * strength[:, None, None])
+        out[i] = torch.bmm(tokens.q[i, :, None], memory)[:, 0]
+        for offset, target in row.saves:
+            if offset == i + 1:
+                state[target] = memory
+    return out
+
+
+def _in_chunks(tokens: _Tokens, memory: Tensor, row: StateRow, state: Tensor) -> Tensor:
+    """Return the same as `_one_by_one`, by chunks of CHUNK tokens."""
+    q, k, v, strength, log_decay = (
+        _cut(x) for x in (tokens.q, tokens.k, tokens.v, tokens.strength, tokens.log_decay)
+    )
+    total = log_decay.cumsum(2)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    # The part of what token j wrote that is left at token i; exp must not overflow for j > i.
+    left = (total[..., :, None] - total[..., None, :]).masked_fill_(later, -torch.inf).exp_()
+    system = (k * strength[..., None]) @ k.mT * left
+    written, read = (
+        torch.linalg.solve_triangular(
+            system, x * strength[..., None], upper=False, unitriangular=True
+        )
+        for x in (v, k * total.exp()[..., None])
+    )
+    attention = q @ k.mT * left
+    out = torch.empty_like(v)
+    for i in range(q.shape[1]):
+        new = written[:, i] - read[:, i] @ memory
+        from_before = (q[:, i] * total[:, i].exp()[..., None]) @ memory
+        out[:, i] = from_before + attention[:, i] @ new
+        for offset, target in row.saves:
+            if 0 < (count := offset - i * CHUNK) <= CHUNK:
+                state[target] = _memory_after(count, memory, k[:, i], new, total[:, i])
+        memory = _memory_after(CHUNK, memory, k[:, i], new, total[:, i])
+    return out.flatten(1, 2)[:, : row.num_tokens].transpose(0, 1)
+
+
+def _cut(x: Tensor) -> Tensor:
+    """Return x [n, H, ..] by head and chunk, [H, chunks, CHUNK, ..], filled up with zeros."""
+    padding = -len(x) % CHUNK
+    filled = torch.cat([x, x.new_zeros(padding, *x.shape[1:])]) if padding else x
+    return filled.transpose(0, 1).unflatten(1, (-1, CHUNK)).contiguous()
+
+
+def _memory_after(count: int, memory: Tensor, k: Tensor, new: Tensor, total: Tensor) -> Tensor:
+    """Return the state after some tokens of a chunk, [Hv, Dk, Dv].
+
+    memory: the state before the chunk. k, new [Hv, CHUNK, ..]: keys, and the values that the tokens
+    write. total [Hv, CHUNK]: sums of logarithms of the decay.
+    """
+    last = total[:, count - 1, None]
+    left = (last - total[:, :count]).exp()[..., None]
+    return memory * last.exp()[..., None] + (k[:, :count] * left).mT @ new[:, :count]
