@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from dataclasses import replace
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
@@ -16,6 +17,7 @@ from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.model.cache_groups import cache_groups
 from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.processes.process import freeze_heap
 from sidestep.ipc.transport.channels import CoreChannel
@@ -51,9 +53,19 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     loading = threading.Thread(target=grammars.load, name="grammars", daemon=True)
     loading.start()
     worker = executor.start()
-    max_model_len = fit_model_len(config, worker)
-    kv = KVCacheManager(worker.num_kv_blocks, worker.block_size, config.cache.enable_prefix_caching)
     limits = config.scheduler.limits(worker.device_type, config.parallel.pipeline_parallel_size)
+    if worker.num_states:  # each running request owns one, and one more may be copied from
+        most = min(limits.max_num_seqs, worker.num_states - 1)
+        limits = replace(limits, max_num_seqs=most)
+    kv = KVCacheManager(
+        worker.num_kv_blocks,
+        worker.block_size,
+        config.cache.enable_prefix_caching,
+        cache_groups(spec.layers, config.max_model_len),
+        limits.max_tokens_ahead,
+        worker.num_states,
+    )
+    max_model_len = fit_model_len(config, worker, kv)
     scheduler = Scheduler(
         config.scheduler,
         limits,
@@ -78,17 +90,17 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     return core, ready
 
 
-def fit_model_len(config: EngineConfig, worker: WorkerReady) -> int:
+def fit_model_len(config: EngineConfig, worker: WorkerReady, kv: KVCacheManager) -> int:
     """Return the length in tokens of the longest request that the KV cache can hold.
 
     Raises EngineStartError when that is less than the user asked for.
     """
-    room = worker.num_kv_blocks * worker.block_size
+    room = kv.longest
     if config.max_model_len <= room:
         return config.max_model_len
     if config.may_shrink_max_model_len:
         return room
-    blocks = -(-config.max_model_len // worker.block_size)
+    blocks = kv.num_blocks_of(config.max_model_len)
     raise EngineStartError(
         f"max_model_len: {config.max_model_len} tokens do not fit in the KV cache, which holds "
         f"{room}; set it to {room} or less, leave it out to have it fitted, or give the cache "

@@ -17,6 +17,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     block_size: int
     """Tokens in a KV block."""
+    num_states: int = 0
+    """States of recurrent layers; 0 in a model without such layers."""
     device_type: str
     """'cuda', 'cpu' or 'fake'."""
     device: str

@@ -12,6 +12,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from sidestep.ipc.common.logs import LogConfig
 from sidestep.ipc.common.options import require
 from sidestep.ipc.config_sections import (
@@ -21,6 +23,7 @@ from sidestep.ipc.config_sections import (
     ParallelConfig,
     SchedulerConfig,
 )
+from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 
 
@@ -33,6 +36,22 @@ def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
             "tensor_parallel_size",
             f"{size} {states} the model's {one.count} {one.name}",
         )
+
+
+def with_whole_experts(spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a model whose ranks have whole experts, not a part of each.
+
+    Raises ValidationError for a model without experts.
+    """
+    replace = msgspec.structs.replace
+    layers = tuple(
+        replace(layer, mlp=replace(layer.mlp, whole=True))
+        if isinstance(layer.mlp, ExpertsSpec)
+        else layer
+        for layer in spec.layers
+    )
+    require(layers != spec.layers, "enable_expert_parallel", "the model has no experts")
+    return replace(spec, layers=layers)
 
 
 @dataclass(frozen=True)

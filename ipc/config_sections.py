@@ -216,6 +216,23 @@ class StepLimits:
         """Grammar masks that a worker keeps: the masks of some grammars, and of any two steps."""
         return max(1024, 2 * self.max_num_seqs * (1 + self.num_drafts))
 
+    @property
+    def most_states(self) -> int:
+        """Most states of recurrent layers that are of use.
+
+        There is one for each request that may run at once, as many checkpoints, and one more, since
+        a request may begin from a checkpoint.
+        """
+        return 2 * self.max_num_seqs + 1
+
+    @property
+    def max_tokens_ahead(self) -> int:
+        """Most tokens from the first that a request may still compute to the end of its next row.
+
+        Drafts of steps in flight may be rejected, and are then computed again.
+        """
+        return self.max_num_batched_tokens + self.max_steps_in_flight * (1 + self.num_drafts)
+
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
 """Default max_num_seqs and max_num_batched_tokens.
@@ -331,6 +348,11 @@ class ParallelConfig(Options):
         1,
         "Number of replicas of the model, each with its own cache, GPUs and processes; requests "
         "are spread over them.",
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "Each of the tensor_parallel_size ranks has some whole experts of a layer, instead of a "
+        "part of each; attention is divided by heads as ever.",
     )
     device: str = option(
         "auto",

@@ -19,6 +19,7 @@ from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.cache_groups import CacheGroups
 from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec
@@ -77,6 +78,13 @@ def make_spec(
     return msgspec.structs.replace(SPEC, layers=(layer,) * num_layers, **changes)
 
 
+def layers_of(groups: CacheGroups) -> tuple[LayerSpec, ...]:
+    """Return layers, one for each of these cache groups."""
+    windows = (0, *groups.windows) if groups.has_full else groups.windows
+    return tuple(make_spec(mixer={"window": window}).layers[0] for window in windows)
+
+
+ONE_GROUP = CacheGroups()
 _made: weakref.WeakSet[Scheduler] = weakref.WeakSet()
 
 
@@ -162,6 +170,8 @@ def make_scheduler(
     grammars: Grammars | None = None,
     num_stages: int = 1,
     speculative: dict[str, Any] | None = None,
+    groups: CacheGroups = ONE_GROUP,
+    num_states: int = 0,
 ) -> Scheduler:
     """Return a scheduler over a small cache; its invariants are checked after the test."""
     clock = clock or Clock()
@@ -173,10 +183,12 @@ def make_scheduler(
         target_itl_ms=target_itl_ms,
         speculative_config=speculative,
     )
-    kv = KVCacheManager(num_blocks, block_size, prefix_caching)
+    limits = config.limits("fake", num_stages)
+    ahead = limits.max_tokens_ahead
+    kv = KVCacheManager(num_blocks, block_size, prefix_caching, groups, ahead, num_states)
     scheduler = Scheduler(
         config,
-        config.limits("fake", num_stages),
+        limits,
         kv,
         max_model_len=max_model_len,
         eos_token_ids=eos,
@@ -210,6 +222,7 @@ def make_runner(
             spec=msgspec.structs.replace(
                 SPEC,
                 vocab_size=vocab_size,
+                layers=layers_of(scheduler.kv.groups),
                 pooling=None
                 if pooling is None
                 else PoolingSpec(task="embed", pooling=pooling, width=8, activation="none"),

@@ -17,7 +17,8 @@ from llguidance import LLMatcher
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.engine_core.structured_outputs.grammars import Grammars, _Compilation
-from sidestep.executor.runner.fake import chain, next_token
+from sidestep.executor.runner.fake import next_token
+from sidestep.executor.runner.fake_parts import chain
 from sidestep.frontend.input.output_form import make_grammar
 from sidestep.ipc.params.structured_outputs_params import (
     Grammar,

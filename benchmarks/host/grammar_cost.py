@@ -33,6 +33,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.engine.structured_outputs import SCHEMA, unbounded, write_tokenizer
+from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, grammars_of
 from sidestep.engine_core.scheduling.step_plan import StepBuilder
@@ -88,7 +89,9 @@ class Wire:
         self._writer, self._reader = RingWriter(ring), RingReader(ring, 0)
         slots = np.arange(count, dtype=np.int32)
         self._step = replace(
-            StepBuilder(0, block_size=16).build()[0], slots=slots, num_tokens=np.ones_like(slots)
+            StepBuilder(0, KVCacheManager(1, 16)).build()[0],
+            slots=slots,
+            num_tokens=np.ones_like(slots),
         )
 
     def send(self, masks: StepMasks) -> StepMasks:

@@ -37,6 +37,7 @@ from benchmarks.workloads import MODELS, write_model
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
@@ -219,7 +220,7 @@ def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, 
 
     It is the weights, or every row's keys and values.
     """
-    hidden, mixer, mlp = spec.hidden_size, spec.layers[0].mixer, spec.layers[0].mlp
+    hidden, mixer, mlp = spec.hidden_size, attention_of(spec.layers)[0], spec.layers[0].mlp
     q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     layer = {
         "qkv": hidden * (q + 2 * kv),

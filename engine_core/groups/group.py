@@ -48,6 +48,18 @@ class ForkingGroups:
                     request.blocks.copy_hashes(source.blocks, kv.num_shared(request))
                 self.stop(group)
 
+    def share_windows(self, kv: KVCacheManager) -> None:
+        """Give forks their blocks in groups with a window, once their prompt's last row is planned.
+
+        Its source may have ended by the time when they are unparked.
+        """
+        for group in self._groups:
+            source = group.source
+            assert source is not None
+            if source.num_computed >= source.num_prompt:
+                for request in group.forks:
+                    kv.fork_windows(source, request)
+
     def stop(self, group: Group) -> None:
         """Note that no member of the group waits for its prompt any more."""
         group.stop_forking()

@@ -22,19 +22,21 @@ class BlockPool:
         # The free blocks in the order of reuse. An ordered dict removes a block from the middle (a
         # prefix hit) in O(1).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.num_reserved = 0
+        """Free blocks that are kept for requests which will allocate them."""
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_used}/{self.num_blocks} used, {len(self._by_hash)} cached)"
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, cached ones included."""
-        return len(self._free)
+        """Blocks that anyone can allocate, cached ones included."""
+        return len(self._free) - self.num_reserved
 
     @property
     def num_used(self) -> int:
-        """Blocks that have references."""
-        return self.num_blocks - len(self._free)
+        """Blocks that have references, or are reserved."""
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -50,6 +52,13 @@ class BlockPool:
             self._refs[block] = 1
             blocks.append(block)
         return blocks
+
+    def reserve(self, count: int) -> None:
+        """Keep this many more free blocks for a request; fewer, if the count is negative.
+
+        The caller has checked `num_free`. Which blocks they are is open until they are allocated.
+        """
+        self.num_reserved += count
 
     def lookup(self, block_hash: bytes) -> int | None:
         """Return the block with this content; None if there is none."""
@@ -105,6 +114,7 @@ class BlockPool:
         assert free == set(self._free), "the free list is not the set of blocks without references"
         known = {h: b for b, h in enumerate(self._hash_of) if h is not None}
         assert known == self._by_hash, "hashes by block and blocks by hash differ"
+        assert 0 <= self.num_reserved <= len(self._free), "more blocks are reserved than are free"
 
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]

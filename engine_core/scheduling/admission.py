@@ -54,7 +54,9 @@ class Admission:
             if len(together) > min(seats, len(roster.free_slots)):
                 reason = "max_num_seqs"
                 break
-            if not self._kv.enter(request, *sharing(together)):
+            others = sharing(together)
+            idle = [r for r in together[1:] if r not in others]
+            if not self._kv.enter(request, *others, idle=idle):
                 reason = "kv_cache"
                 break
             roster.queue.pop()
@@ -65,6 +67,8 @@ class Admission:
             if request.group is not None:
                 roster.forking.enter(request.group, together)
             count = min(len(request.token_ids) - request.num_computed, budget)
+            blocks = self._kv.grow(request, request.num_computed + count)
+            assert blocks == [], "the blocks of its tokens were neither taken nor reserved"
             step.enter(request, count)
             self._policy.charge([(request, count)])
             seats -= len(together)

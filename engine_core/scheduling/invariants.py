@@ -31,7 +31,9 @@ def check_invariants(
         assert request.num_in_flight == in_flight.count(request), f"{request}: steps in flight"
     for request in roster.running:
         assert request.status is RequestStatus.RUNNING
-        held_blocks = len(request.blocks.ids) + (request.blocks.copy_source >= 0)
+        if request.parked:  # it has no row before its blocks are complete
+            continue
+        held_blocks = request.blocks.end + bool(request.blocks.copy_sources)
         written = min(request.num_computed, request.max_total)
         assert written <= held_blocks * kv.block_size, f"{request}: too few blocks"
         assert len(request.token_ids) + request.num_sampling <= request.max_total, (

@@ -47,9 +47,7 @@ class Room:
         """
         roster = self._roster
         while (blocks := self._kv.grow(request, num_tokens)) is None:
-            wanted = (
-                self._kv.blocks_for(num_tokens) - len(request.blocks.ids) - self._kv.pool.num_free
-            )
+            wanted = self._kv.num_missing(request, num_tokens)
             if self._num_coming is None:
                 self._num_coming = roster.num_blocks_coming_back()
             if wanted <= self._num_coming:
@@ -88,7 +86,7 @@ class Room:
             if not request.will_be_complete:
                 victims.append(request)
                 seats += 1
-                room += len(request.blocks.ids)
+                room += request.blocks.count
         if seats >= 0 and room >= 0:
             for victim in victims:
                 if victim.status is RequestStatus.RUNNING:  # not preempted with its group already

@@ -135,8 +135,10 @@ class Roster:
     def num_blocks_coming_back(self) -> int:
         """Return the number of blocks that are free as soon as the steps in flight are back."""
         ending = (r for r in self.running if r.will_be_complete)
-        held = Counter(block for r in chain(self.leaving, ending) for block in r.blocks.ids)
-        return sum(map(self._kv.pool.is_last, held.keys(), held.values()))
+        blocks = [r.blocks for r in chain(self.leaving, ending)]
+        held = Counter(block for one in blocks for block in one.all())
+        reserved = sum(one.num_reserved for one in blocks)
+        return reserved + sum(map(self._kv.pool.is_last, held.keys(), held.values()))
 
     def preempt(self, request: Request) -> None:
         """Take slot and blocks from a request and its whole group, to compute them again later.

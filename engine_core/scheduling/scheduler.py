@@ -90,7 +90,7 @@ class Scheduler:
         self._limits = limits
         self.kv = kv
         # One request alone can always run to its end, so no admitted request can get stuck.
-        self._max_model_len = min(max_model_len, kv.pool.num_blocks * kv.block_size)
+        self._max_model_len = min(max_model_len, kv.longest)
         self._eos = frozenset(eos_token_ids)
         self.grammars = grammars
         self._clock = clock
@@ -193,7 +193,7 @@ class Scheduler:
             else self._next_beat + limits.num_stages
         )
         for beat in range(self._next_beat, end):
-            step = StepBuilder(self._next_step, self.kv.block_size, beat, limits.num_stages)
+            step = StepBuilder(self._next_step, self.kv, beat, limits.num_stages)
             self._fill(step, beat)
             if not step.is_empty:
                 return self._launch(step, beat)
@@ -224,10 +224,11 @@ class Scheduler:
         """Let the rows of a step verify as many drafts as pay, if tokens and blocks allow."""
         most = self._limits.max_num_batched_tokens // step.num_rows - 1
         if (num_drafts := self._drafts.choose(step.num_rows, most)) > 0:
-            step.add_drafts(num_drafts, self.kv)
+            step.add_drafts(num_drafts)
 
     def _launch(self, step: StepBuilder, beat: int) -> StepInput:
         """Build the step's message, and keep its plan until the output comes."""
+        self._roster.forking.share_windows(self.kv)
         message, plan = step.build()
         self.kv.pool.free(step.copied)
         self._plans.append(plan)
@@ -271,7 +272,7 @@ class Scheduler:
             if count <= 0:
                 continue
             blocks: list[int] | None = _NO_BLOCKS
-            if request.num_computed + count > len(request.blocks.ids) * block_size:
+            if request.num_computed + count > request.blocks.end * block_size:
                 blocks = self._room.grow(request, request.num_computed + count)
             if blocks is None:
                 continue
@@ -351,7 +352,9 @@ class Scheduler:
             max(len(plan.rows) // _LATE_SHARE, min(1, len(plan.rows) - 1)),
             self._longest_s,
         )
-        if self._limits.num_stages > 1:  # later stages' steps have been planned with all rows
+        # Later stages' steps have been planned with all rows. A recurrent layer's state has taken
+        # the token in, and cannot take it again.
+        if self._limits.num_stages > 1 or self.kv.states is not None:
             most_late, longest_s = 0, FOREVER
         found = self.grammars.masks(requests, most_late, self._patience_s, longest_s)
         masks = {

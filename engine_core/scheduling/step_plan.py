@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -57,7 +57,9 @@ class _Rows:
 class StepBuilder:
     """Collects rows in any order; `build` puts rows of one token first, as `StepInput` promises."""
 
-    def __init__(self, step_id: int, block_size: int, beat: int = 0, num_stages: int = 1) -> None:
+    def __init__(
+        self, step_id: int, kv: KVCacheManager, beat: int = 0, num_stages: int = 1
+    ) -> None:
         """Begin an empty step.
 
         beat: the beat in which the step enters a pipeline of `num_stages` stages.
@@ -65,10 +67,16 @@ class StepBuilder:
         self._step_id = step_id
         self._beat = beat
         self._next_beat = beat + num_stages
-        self._block_size = block_size
+        self._kv = kv
+        self._keeps_more = kv.states is not None or bool(kv.groups.windows)
+        """Whether the model keeps anything beside the blocks of all tokens."""
+        self._saved: list[tuple[int, int, int]] = []
+        """(slot, tokens of the row, state)"""
         self._single = _Rows()
         self._chunks = _Rows()
         self._copies: list[tuple[int, int]] = []
+        self._placed: list[tuple[int, int, int, int]] = []
+        """(slot, group, index, block)"""
         self._has_grammars = False
         self._num_drafts = 0
 
@@ -80,6 +88,8 @@ class StepBuilder:
     def add(self, request: Request, num_tokens: int, blocks: list[int]) -> _Rows:
         """Add the row of a running request, with its new blocks. Advances the request's counts."""
         rows = self._single if num_tokens == 1 else self._chunks
+        if self._keeps_more:
+            self._keep(request, num_tokens)
         samples = request.plan_row(num_tokens, self._next_beat)
         if samples and request.group is not None:
             is_chosen = request.group.row_planned(request)
@@ -102,8 +112,7 @@ class StepBuilder:
         """
         num_cached = request.num_computed
         held = request.blocks
-        if (source := held.take_copy_source()) >= 0:
-            self._copies.append((source, held.ids[num_cached // self._block_size]))
+        self._copies += held.take_copies(num_cached // self._kv.block_size)
         rows = self.add(request, num_tokens, held.ids.copy())
         rows.entering.append(request)
         rows.num_cached.append(num_cached)
@@ -113,6 +122,16 @@ class StepBuilder:
         """Yield the request of each row so far, with its number of tokens."""
         for rows in (self._single, self._chunks):
             yield from zip(rows.requests, rows.num_tokens, strict=True)
+
+    def _keep(self, request: Request, num_tokens: int) -> None:
+        """Add what a row needs in groups with a window, and the states that it saves."""
+        if self._kv.states is not None:
+            self._saved += ((request.slot, *one) for one in self._kv.saves(request, num_tokens))
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """Let the workers know of the request's new blocks in groups with a window."""
+        self._placed += ((request.slot, *one) for one in request.blocks.take_unsent())
 
     @property
     def can_have_drafts(self) -> bool:
@@ -124,29 +143,39 @@ class StepBuilder:
         """Rows so far."""
         return len(self._single.requests) + len(self._chunks.requests)
 
-    def add_drafts(self, num_drafts: int, kv: KVCacheManager) -> bool:
+    def add_drafts(self, num_drafts: int) -> bool:
         """Let each row verify up to this many drafts; `can_have_drafts` must be true.
 
         Return False, and change nothing, if there are too few free blocks for all rows.
         """
-        rows, size = self._single, self._block_size
+        rows, kv = self._single, self._kv
+        size = kv.block_size
         ends = [
             min(r.num_computed + min(num_drafts, r.max_drafts), r.max_total) for r in rows.requests
         ]
         growing = [
             (i, r, end)
             for i, (r, end) in enumerate(zip(rows.requests, ends, strict=True))
-            if end > len(r.blocks.ids) * size
+            if end > r.blocks.end * size
         ]
-        wanted = sum(kv.blocks_for(end) - len(r.blocks.ids) for _, r, end in growing)
-        if wanted > kv.pool.num_free:
+        free = kv.pool.num_free
+        if sum(max(0, kv.num_missing(r, end) + free) for _, r, end in growing) > free:
             return False
         for i, request, end in growing:
-            rows.new_blocks[i] = rows.new_blocks[i] + (kv.grow(request, end) or [])
+            blocks = kv.grow(request, end)
+            assert blocks is not None, "too few blocks, which were counted before"
+            rows.new_blocks[i] = rows.new_blocks[i] + blocks
+            self._place(request)
         for request in rows.requests:
             request.plan_drafts(min(num_drafts, request.max_drafts))
         self._num_drafts = num_drafts
         return True
+
+    def _state_columns(self) -> dict[str, Any]:
+        """Return the parts of a StepInput that speak of states of recurrent layers."""
+        assert self._kv.states is not None
+        copies = self._kv.states.take_copies()
+        return _columns(_SAVED, self._saved) | _columns(_COPIED, copies)
 
     @property
     def copied(self) -> list[int]:
@@ -191,6 +220,8 @@ class StepBuilder:
             forced_tokens=np.array([token for _, token in first.forced], np.int32)
             if first.forced
             else _NONE,
+            **(_columns(_PLACED, self._placed) if self._placed else {}),
+            **(self._state_columns() if self._kv.states is not None else {}),
             awaits_masks=int(bool(masked)),
             num_drafts=self._num_drafts,
             beat=self._beat,
@@ -209,6 +240,17 @@ class StepBuilder:
             masked,
             num_drafts=self._num_drafts,
         )
+
+
+_PLACED = ("placed_slots", "placed_groups", "placed_indices", "placed_blocks")
+_SAVED = ("saved_slots", "saved_counts", "saved_states")
+_COPIED = ("state_copy_sources", "state_copy_targets")
+
+
+def _columns(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """Return parts of a StepInput by name, from the rows of a table."""
+    values = np.array(rows, np.int32).reshape(-1, len(names)).T
+    return dict(zip(names, values, strict=True))
 
 
 def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
@@ -231,6 +273,7 @@ def _new_columns(new: list[Request], num_cached: list[int]) -> dict[str, Any]:
             num_control_bytes=len(r.controls),
             max_total=r.max_total,
             max_drafts=r.max_drafts,
+            state=r.blocks.state,
         )
         for r, cached, tokens, stop_ids in zip(new, num_cached, sent, stops, strict=True)
     ]

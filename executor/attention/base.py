@@ -17,6 +17,7 @@ from torch import Tensor
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.transfer import to_device
+from sidestep.ipc.model.cache_groups import LayerPlace, layers_in_block
 from sidestep.ipc.model.layer_spec import kv_per_token
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.ops.block_copy import copy_blocks
@@ -37,20 +38,46 @@ class AttentionShape:
     """Sliding window of each layer in tokens, 0 for none."""
     scales: tuple[float, ...] = ()
     """Factor on the products of queries and keys of each layer; none for 1 / sqrt(D) in all."""
+    softcaps: tuple[float | None, ...] = ()
+    """Bound of each layer's scores, if it has one; none if no layer has one."""
+    has_sinks: bool = False
+    """Whether any layer has sinks."""
     tables: tuple[int, ...] = ()
     """Index of each layer's rotary table; none if all layers have the first."""
+    places: tuple[LayerPlace, ...] = ()
+    """Where each layer's keys and values are; none if all layers are in the first cache group."""
 
     def scale(self, layer: int) -> float:
         """Return a layer's factor on the products of queries and keys."""
         return self.scales[layer] if self.scales else float(self.head_dim**-0.5)
 
+    def softcap(self, layer: int) -> float | None:
+        """Return the bound of a layer's scores."""
+        return self.softcaps[layer] if self.softcaps else None
+
     def table(self, layer: int) -> int:
         """Return the index of a layer's rotary table."""
         return self.tables[layer] if self.tables else 0
 
+    def place(self, layer: int) -> LayerPlace:
+        """Return where a layer's keys and values are."""
+        return self.places[layer] if self.places else LayerPlace(0, layer)
+
+    @property
+    def layers_in_block(self) -> int:
+        """The number of layers whose keys and values a block has memory for."""
+        return layers_in_block(self.places) if self.places else self.num_layers
+
+    @property
+    def num_groups(self) -> int:
+        """The number of cache groups up to the last one with a layer here."""
+        return 1 + max((place.group for place in self.places), default=0)
+
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the size of one token's keys and values in all layers."""
-        return self.num_layers * kv_per_token(self.num_kv_heads, self.head_dim) * dtype.itemsize
+        """Return the size of one token's keys and values in a block."""
+        return (
+            self.layers_in_block * kv_per_token(self.num_kv_heads, self.head_dim) * dtype.itemsize
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +114,7 @@ class DeviceRows:
     query_starts: Tensor
     """int32 [R + 1] Index in T of each row's first token."""
     block_tables: Tensor
-    """int32 [slots, blocks of the longest request], by slot."""
+    """int32 [groups, slots, blocks of the longest request], by cache group and slot."""
     max_decode_rows: int
     """Most decode rows in a step of this kind; 0 if there are none."""
     max_prompt_rows: int
@@ -108,7 +135,8 @@ class StepBatch:
     positions: Tensor
     """int [T]"""
     slot_mapping: Tensor
-    """int [T] Block id * block size + offset of each token in the cache; -1 for padding."""
+    """int [groups, T] Block id * block size + offset of each token in the cache, by cache group; -1
+    for padding."""
     host: HostBatch | None
     """The host's view of the step; None in a captured graph."""
     rows: DeviceRows | None
@@ -122,7 +150,7 @@ class AttentionBackend(abc.ABC):
     """
 
     cache: Tensor
-    """[layers, blocks, ...], contiguous."""
+    """[layers in a block, blocks, ...], contiguous; see AttentionShape.place."""
 
     graph_safe: ClassVar[bool] = False
     """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA
@@ -145,7 +173,7 @@ class AttentionBackend(abc.ABC):
         """
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copy blocks in all layers, in one launch.
+        """Copy blocks in all layers that they belong to, in one launch.
 
         The copies come before a step, and after everything that is queued already.
         """
@@ -159,10 +187,13 @@ class AttentionBackend(abc.ABC):
         """Prepare what all layers share."""
 
     @abc.abstractmethod
-    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
 
         Queries and keys are normed where the model does so, and the rotary embedding is applied to
         them; keys and values are written to the cache; each token attends to the tokens before it
-        and to itself. May write over qkv.
+        and to itself. sinks float32 [H]: a score of each query head that the softmax's denominator
+        has beside those of the keys. May write over qkv.
         """

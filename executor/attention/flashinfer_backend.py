@@ -64,7 +64,7 @@ class FlashInferAttention(AttentionBackend):
         # Zeros: the cache behind a row's last token may be read and masked, and 0 x NaN would
         # spread.
         self.cache = torch.zeros(
-            shape.num_layers,
+            shape.layers_in_block,
             setup.num_blocks,
             2,
             shape.num_kv_heads,
@@ -88,17 +88,21 @@ class FlashInferAttention(AttentionBackend):
         self._batch, self._num_decode = batch, host.num_decode_rows
         self._wrappers.plan(host)
 
-    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write keys and values to the cache, then attend: decode rows, then the others."""
+        assert sinks is None, "models with sinks are refused at the start"
         shape, setup, rows = self._shape, self._setup, self._num_decode
         batch, wrappers = self._batch, self._wrappers
         assert batch is not None and wrappers is not None, "begin_step comes first"
-        cache, window = self.cache[layer], shape.windows[layer]
+        place, window = shape.place(layer), shape.windows[layer]
+        cache = self.cache[place.memory]
         table = setup.rotary[shape.table(layer)]
         qkv_rope(
             qkv,
             batch.positions,
-            batch.slot_mapping,
+            batch.slot_mapping[place.group],
             table.cos,
             table.sin,
             norms,
@@ -131,13 +135,13 @@ class Pages:
     """[R] Tokens in the cache after this step."""
 
 
-def pages_of(host: HostBatch, first: int, stop: int) -> Pages:
-    """Return the pages of rows first..stop, of which there is at least one."""
+def pages_of(host: HostBatch, first: int, stop: int, group: int = 0) -> Pages:
+    """Return the pages of rows first..stop, of which there is at least one, in a cache group."""
     seq_lens = host.seq_lens[first:stop]
     counts = -(-seq_lens // host.block_size)
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    tables = host.block_tables[first:stop, : int(counts.max())]
+    tables = host.block_tables[group, first:stop, : int(counts.max())]
     queries = host.query_starts[first : stop + 1]
     return Pages(
         query_starts=(queries - queries[0]).astype(np.int32),
@@ -179,11 +183,12 @@ class Wrappers:
     def plan(self, host: HostBatch) -> None:
         """Prepare every wrapper that the step needs."""
         rows, decodes = len(host.seq_lens), host.num_decode_rows
+        group = self._setup.shape.place(0).group  # that of all layers
         self._copied.synchronize()
         if decodes:
-            self._plan_decode(pages_of(host, 0, decodes))
+            self._plan_decode(pages_of(host, 0, decodes, group))
         if decodes < rows:
-            self._plan_prompts(pages_of(host, decodes, rows))
+            self._plan_prompts(pages_of(host, decodes, rows, group))
         self._copied.record()
 
     def compile(self) -> None:
@@ -278,6 +283,16 @@ def _check(setup: AttentionSetup) -> None:
         raise EngineStartError(
             "attention_backend: 'flashinfer' takes one scale for all layers, this model's layers "
             "have several; choose another backend"
+        )
+    if len({place.group for place in setup.shape.places}) > 1:
+        raise EngineStartError(
+            "attention_backend: 'flashinfer' takes one window for all layers, this model's layers "
+            "have several; choose another backend"
+        )
+    if setup.shape.has_sinks or any(setup.shape.softcaps):
+        raise EngineStartError(
+            "attention_backend: 'flashinfer' takes models without sinks and without a softcap of "
+            "scores; choose another backend"
         )
     if setup.shape.head_dim not in FlashInferAttention.head_dims:
         sizes = ", ".join(map(str, sorted(FlashInferAttention.head_dims)))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sidestep.ipc.model.layer_spec import RopeSpec
+from sidestep.ipc.model.rope_config import QUERY_BETA
 
 
 def frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
@@ -86,6 +87,18 @@ def _yarn_scale(factor: float, mscale: float | None, mscale_all: float | None) -
     return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
 
 
+def query_factors(scaling: dict[str, Any], length: int, device: torch.device) -> Tensor | None:
+    """Return Llama 4's factors on queries, float32 [positions, 1].
+
+    They grow by a step after each original length. None if no position lies behind the first.
+    """
+    original = scaling["original_max_position_embeddings"]
+    if length <= original or scaling[QUERY_BETA] == 0:
+        return None
+    steps = torch.arange(length, device=device) // original
+    return 1 + scaling[QUERY_BETA] * torch.log1p(steps.float())[:, None]
+
+
 def pair_order(rope: RopeSpec, head_dim: int) -> Tensor | None:
     """Return the order of a head's values in which the pairs are those of the tables, int64 [D].
 
@@ -114,6 +127,8 @@ class RotaryTable:
         """Compute the table. length: number of positions. rope: None rotates nothing."""
         self.cos = torch.ones(length, head_dim // 2, device=device)
         self.sin = torch.zeros(length, head_dim // 2, device=device)
+        self.query_factors: Tensor | None = None
+        """Factors on the queries of each position, float32 [positions, 1]; None where all are 1."""
         if rope is None:
             return
         inverse, factor = frequencies(rope, head_dim, length)
@@ -122,6 +137,8 @@ class RotaryTable:
         )
         self.cos[:, : len(inverse)] = angles.cos() * factor
         self.sin[:, : len(inverse)] = angles.sin() * factor
+        if QUERY_BETA in rope.scaling:
+            self.query_factors = query_factors(rope.scaling, length, device)
 
 
 class FullRotaryTable:

@@ -59,7 +59,7 @@ class _Chunk:
     """The tokens of a row that has several in this step."""
 
     blocks: Tensor
-    """int64: the row's blocks, padded to the longest piece."""
+    """int64 [groups, W]: the row's blocks, padded to the longest piece."""
     pieces: list[_Piece] = field(default_factory=list)
 
 
@@ -76,8 +76,8 @@ class _DecodeGroup:
 class TorchAttention(AttentionBackend):
     """Attention in torch on any device.
 
-    Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
-    values.
+    Cache layout: for each layer in a block [num_blocks, block_size, 2 KVH, D], a token's keys
+    before its values.
     """
 
     def __init__(self, setup: AttentionSetup) -> None:
@@ -86,7 +86,7 @@ class TorchAttention(AttentionBackend):
         self._norm_eps = setup.norm_eps
         self._rotary_tables = [FullRotaryTable(table, setup.dtype) for table in setup.rotary]
         size = (
-            shape.num_layers,
+            shape.layers_in_block,
             setup.num_blocks,
             setup.block_size,
             2 * shape.num_kv_heads,
@@ -94,7 +94,9 @@ class TorchAttention(AttentionBackend):
         )
         # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
         self.cache = torch.zeros(size, dtype=setup.dtype, device=setup.device)
-        self._layers = self.cache.unbind()
+        self._places = [shape.place(layer) for layer in range(shape.num_layers)]
+        self._layers = [self.cache[place.memory] for place in self._places]
+        self._num_groups = shape.num_groups
         self._copy_limit = min(_COPY_LIMIT, self.cache.numel() * torch.float32.itemsize)
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
@@ -127,7 +129,9 @@ class TorchAttention(AttentionBackend):
             self._plan_chunk(host, row) for row in range(self._num_decode, len(host.slots))
         ]
 
-    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Norm and rotate queries and keys, then write the cache and attend."""
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         by_head = qkv.view(-1, heads + 2 * kv_heads, self._shape.head_dim)
@@ -138,27 +142,31 @@ class TorchAttention(AttentionBackend):
             )
         turned = self._rotary[self._shape.table(layer)]
         apply_rotary(by_head[:, : heads + kv_heads], *turned)
-        return self._attend(layer, by_head[:, :heads], by_head[:, heads:]).flatten(1)
+        return self._attend(layer, by_head[:, :heads], by_head[:, heads:], sinks).flatten(1)
 
-    def _attend(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+    def _attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
-        cache, rows = self._layers[layer], self._num_decode
-        write_kv(cache.flatten(0, 1), kv, self._slot_mapping)
-        window, scale = self._shape.windows[layer], self._shape.scale(layer)
+        cache, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
+        write_kv(cache.flatten(0, 1), kv, self._slot_mapping[group])
         if not self._chunks:
-            return self._decode(layer, q, kv, window)
+            return self._decode(layer, q, kv, sinks)
         out = torch.empty_like(q)
         if rows:
-            out[:rows] = self._decode(layer, q[:rows], kv[:rows], window)
+            out[:rows] = self._decode(layer, q[:rows], kv[:rows], sinks)
         for chunk in self._chunks:
-            keys_values = cache.index_select(0, chunk.blocks).flatten(0, 1).float()
+            keys_values = cache.index_select(0, chunk.blocks[group]).flatten(0, 1).float()
             for piece in chunk.pieces:
                 out[piece.tokens] = prefill_attention(
-                    q[piece.tokens], keys_values[: piece.num_keys], piece.masks[window], scale
+                    q[piece.tokens],
+                    keys_values[: piece.num_keys],
+                    piece.masks[self._shape.windows[layer]],
+                    self._shape.scale(layer),
+                    self._shape.softcap(layer),
+                    sinks,
                 )
         return out
 
-    def _decode(self, layer: int, q: Tensor, kv: Tensor, window: int) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Return the attention of rows of one token, [R, H, D]."""
         if self._order is not None:
             q, kv = q.index_select(0, self._order), kv.index_select(0, self._order)
@@ -171,8 +179,10 @@ class TorchAttention(AttentionBackend):
             decode_attention(
                 q[group.rows],
                 copy[group.rows, :, : group.num_keys],
-                group.masks[window],
+                group.masks[self._shape.windows[layer]],
                 self._shape.scale(layer),
+                self._shape.softcap(layer),
+                sinks,
             )
             for group in self._groups
         ]
@@ -187,7 +197,8 @@ class TorchAttention(AttentionBackend):
         Keep it for the next step if it is small enough: a kept copy has each head's tokens side by
         side, as attention reads them.
         """
-        gathered = self._layers[layer].index_select(0, self._decode_blocks).float()
+        blocks = self._decode_blocks[self._places[layer].group]
+        gathered = self._layers[layer].index_select(0, blocks).float()
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
             self._copies[layer] = None
@@ -223,11 +234,11 @@ class TorchAttention(AttentionBackend):
         self._order = None if in_order else torch.from_numpy(order).to(self._device)
         token_bytes = self._shape.bytes_per_token(torch.float32)
         room = padded_length(self._longest)
-        roomy = padded_length(min(self._longest + _HEADROOM, batch.block_tables.shape[1] * size))
+        roomy = padded_length(min(self._longest + _HEADROOM, batch.block_tables.shape[2] * size))
         self._keep_copy = rows * roomy * token_bytes <= self._copy_limit
         width = -(-(roomy if self._keep_copy else room) // size)
-        tables = _filled_up(batch.block_tables[:rows][order], width)
-        self._decode_blocks = torch.from_numpy(tables.reshape(-1)).to(self._device)
+        tables = _filled_up(batch.block_tables[: self._num_groups, :rows][:, order], width)
+        self._decode_blocks = torch.from_numpy(tables).flatten(1).to(self._device)
         self._row_index = torch.arange(rows, device=self._device)
         self._copied_entries = entries.copy()
         self._copy_room = width * size if self._keep_copy else 0
@@ -265,7 +276,7 @@ class TorchAttention(AttentionBackend):
         first = length - (stop - start)
         width = -(-padded_length(length) // self._block_size)
         chunk = _Chunk(
-            torch.from_numpy(_filled_up(batch.block_tables[row : row + 1], width)[0]).to(
+            torch.from_numpy(_filled_up(batch.block_tables[: self._num_groups, row], width)).to(
                 self._device
             )
         )
@@ -284,9 +295,9 @@ class TorchAttention(AttentionBackend):
 
 
 def _filled_up(tables: Int32, width: int) -> Int64:
-    """Return block tables [R, W] as [R, width].
+    """Return block tables [..., W] as [..., width].
 
     Missing entries become block 0; its tokens are masked, as are all tokens behind the row's own.
     """
-    cut = tables[:, :width].astype(np.int64)
-    return np.pad(cut, ((0, 0), (0, width - cut.shape[1])))
+    cut = tables[..., :width].astype(np.int64)
+    return np.pad(cut, [(0, 0)] * (cut.ndim - 1) + [(0, width - cut.shape[-1])])

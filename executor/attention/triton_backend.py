@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class TritonAttention(AttentionBackend):
-    """Cache layout: [layers, blocks, 2 KVH, block size, D], the keys' heads first."""
+    """Cache layout: [layers in a block, blocks, 2 KVH, block size, D], the keys' heads first."""
 
     graph_safe = True
 
@@ -62,7 +62,7 @@ class TritonAttention(AttentionBackend):
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         # Not cleared: no kernel reads a slot of the cache that was not written.
         self.cache = torch.empty(
-            shape.num_layers,
+            shape.layers_in_block,
             setup.num_blocks,
             2 * shape.num_kv_heads,
             setup.block_size,
@@ -126,7 +126,9 @@ class TritonAttention(AttentionBackend):
                 queries=batch.rows.queries,
             )
 
-    def attend(self, layer: int, qkv: Tensor, norms: Norms | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+    ) -> Tensor:
         """Launch one layer's attention."""
         shape, setup, step = self._shape, self._setup, self._step
         assert step is not None, "no step has begun"
@@ -136,51 +138,63 @@ class TritonAttention(AttentionBackend):
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before.
         if rows.max_prompt_rows == 0 and rows.queries == 1 and qkv.shape[0] <= _FEW_ROWS:
-            self._attend_decodes(step, layer, qkv, out, rope)
+            self._attend_decodes(step, layer, qkv, out, rope, sinks)
             return out
         qkv_rope(
             qkv,
             step.batch.positions,
-            step.batch.slot_mapping,
+            step.batch.slot_mapping[shape.place(layer).group],
             rope.cos,
             rope.sin,
             norms,
             rope.eps,
-            self.cache[layer],
+            self._cache(layer),
             shape.num_heads,
         )
         if rows.max_prompt_rows == 0:
-            self._attend_decodes(step, layer, qkv, out, None)
+            self._attend_decodes(step, layer, qkv, out, None, sinks)
         elif rows.max_decode_rows == 0:
-            self._attend_prompts(step, layer, qkv, out)
+            self._attend_prompts(step, layer, qkv, out, sinks)
         else:
-            self._attend_both(step, layer, qkv, out)
+            self._attend_both(step, layer, qkv, out, sinks)
         return out
 
-    def _attend_both(self, step: _Step, layer: int, qkv: Tensor, out: Tensor) -> None:
+    def _cache(self, layer: int) -> Tensor:
+        """Return the memory of a layer's keys and values."""
+        return self.cache[self._shape.place(layer).memory]
+
+    def _attend_both(
+        self, step: _Step, layer: int, qkv: Tensor, out: Tensor, sinks: Tensor | None
+    ) -> None:
         """Launch decodes and prompts beside each other.
 
         Decodes wait for memory, prompts for tensor cores.
         """
         if self._side is None:
-            self._attend_decodes(step, layer, qkv, out, None)
-            self._attend_prompts(step, layer, qkv, out)
+            self._attend_decodes(step, layer, qkv, out, None, sinks)
+            self._attend_prompts(step, layer, qkv, out, sinks)
             return
         main = torch.cuda.current_stream()
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            self._attend_decodes(step, layer, qkv, out, None)
-        self._attend_prompts(step, layer, qkv, out)
+            self._attend_decodes(step, layer, qkv, out, None, sinks)
+        self._attend_prompts(step, layer, qkv, out, sinks)
         main.wait_stream(self._side)
 
     def _attend_decodes(
-        self, step: _Step, layer: int, qkv: Tensor, out: Tensor, rope: Rope | None
+        self,
+        step: _Step,
+        layer: int,
+        qkv: Tensor,
+        out: Tensor,
+        rope: Rope | None,
+        sinks: Tensor | None,
     ) -> None:
         rows, window = step.rows, self._shape.windows[layer]
         decode_attention(
             qkv,
-            self.cache[layer],
-            rows.block_tables,
+            self._cache(layer),
+            rows.block_tables[self._shape.place(layer).group],
             rows.slots,
             rows.seq_lens,
             step.plan[window][0],
@@ -189,17 +203,21 @@ class TritonAttention(AttentionBackend):
             num_heads=self._shape.num_heads,
             window=window,
             scale=self._shape.scale(layer),
+            softcap=self._shape.softcap(layer),
+            sinks=sinks,
             rope=rope,
             queries=rows.queries,
             valid_lens=rows.valid_lens,
         )
 
-    def _attend_prompts(self, step: _Step, layer: int, qkv: Tensor, out: Tensor) -> None:
+    def _attend_prompts(
+        self, step: _Step, layer: int, qkv: Tensor, out: Tensor, sinks: Tensor | None
+    ) -> None:
         rows, window = step.rows, self._shape.windows[layer]
         prefill_attention(
             qkv,
-            self.cache[layer],
-            rows.block_tables,
+            self._cache(layer),
+            rows.block_tables[self._shape.place(layer).group],
             rows.slots,
             rows.seq_lens,
             rows.query_starts,
@@ -211,4 +229,6 @@ class TritonAttention(AttentionBackend):
             max_rows=rows.max_prompt_rows,
             window=window,
             scale=self._shape.scale(layer),
+            softcap=self._shape.softcap(layer),
+            sinks=sinks,
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
+from sidestep.executor.attention.scaled_queries import open_attention
 from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
@@ -15,14 +16,17 @@ from sidestep.executor.models.model_loading import (
 )
 from sidestep.executor.models.weight_memory import weight_bytes
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.recurrent.state_memory import StateMemory
+from sidestep.executor.recurrent.state_places import StatePlaces
 from sidestep.executor.runner.input_batch import HostBatch
-from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
+from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks, cpu_states
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.sleep import resident_bytes, return_freed_memory
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
+from sidestep.ipc.model.layer_spec import recurrent_of
 from sidestep.ipc.transport.worker_calls import CallResult, MemoryUse
 from sidestep.kernels.ops.rms_norm import Stream
 
@@ -38,15 +42,22 @@ class CpuModel:
         """Arguments whose folder has the weights that are in use."""
         self._limits = limits
         self._parallel = parallel
-        self._shape = attention_shape(args.spec, parallel, args.stage)
+        self._shape = attention_shape(args.spec, parallel, args.stage, args.max_model_len)
         self.dtype = pick_dtype(args, CPU)
         self.block_size = args.cache.block_size or CPU_BLOCK_SIZE
         self._decoder: DecoderForCausalLM | None = self.read_weights(args)
-        # Block ids are common to all ranks, so the rank with the least room decides.
+        # Ids of blocks and states are common to all ranks, so the rank with the least room decides.
         self.num_blocks = parallel.minimum(
             cpu_kv_blocks(args, limits, self._shape.bytes_per_token(self.dtype), self.block_size)
         )
+        self.num_states = (
+            parallel.minimum(cpu_states(args, limits, self.dtype.itemsize))
+            if recurrent_of(args.spec.layers)
+            else 0
+        )
+        """States of recurrent layers; 0 in a model without such layers."""
         self._attention: AttentionBackend | None = self._new_attention()
+        self._recurrent: StateMemory | None = self._new_states()
 
     @property
     def decoder(self) -> DecoderForCausalLM:
@@ -60,6 +71,12 @@ class CpuModel:
         assert self._attention is not None, "the rank sleeps"
         return self._attention
 
+    @property
+    def recurrent(self) -> StateMemory:
+        """The states of this rank, which is awake, in a model with recurrent layers."""
+        assert self._recurrent is not None, "the rank sleeps, or has no states"
+        return self._recurrent
+
     def states(self, inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
         """Return what this rank's last layer gives for the tokens at `rows`, or for all."""
         self.attention.begin_step(
@@ -70,13 +87,15 @@ class CpuModel:
                 rows=None,
             )
         )
-        return self.decoder.states(inputs, self.attention, rows)
+        recurrent = self.recurrent.of_step(batch) if self.num_states else None
+        return self.decoder.states(inputs, self.attention, rows, recurrent)
 
     def memory_use(self, call: MemoryUse) -> CallResult:
-        """Return the bytes of the weights, of the KV cache and of the whole process."""
+        """Return the bytes of the weights, of the KV cache with states, and of the process."""
+        states = 0 if self._recurrent is None else self._recurrent.nbytes
         return {
             "weights": weight_bytes(self._decoder),
-            "kv_cache": 0 if self._attention is None else self._attention.cache.nbytes,
+            "kv_cache": states + (0 if self._attention is None else self._attention.cache.nbytes),
             "resident": resident_bytes(),
         }
 
@@ -86,7 +105,7 @@ class CpuModel:
         Level 1 keeps the weights in the host's memory, where they are already.
         """
         before = resident_bytes()
-        self._attention = None
+        self._attention = self._recurrent = None
         if level == 2:
             self._decoder = None
         return_freed_memory()
@@ -100,7 +119,7 @@ class CpuModel:
                 self._decoder = self.read_weights(self._args)
             except EngineStartError as error:
                 raise CallRefusedError(str(error)) from None
-        self._attention = self._new_attention()
+        self._attention, self._recurrent = self._new_attention(), self._new_states()
 
     @torch.inference_mode()
     def read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
@@ -112,10 +131,19 @@ class CpuModel:
         self._decoder, self._args = model, args
         return_freed_memory()
 
+    def _new_states(self) -> StateMemory | None:
+        """Return memory for the states of recurrent layers; None in a model without such layers."""
+        if not self.num_states:
+            return None
+        specs = recurrent_of(self._args.stage_layers)
+        places = StatePlaces(self._limits.num_slots, self._limits.num_drafts)
+        return StateMemory(specs, self.num_states, self._parallel, self.dtype, CPU, places)
+
     def _new_attention(self) -> AttentionBackend:
         """Return the attention backend with an empty cache."""
         args = self._args
-        return pick_attention(args, CPU)(
+        return open_attention(
+            pick_attention(args, CPU),
             AttentionSetup(
                 shape=self._shape,
                 num_blocks=self.num_blocks,
@@ -125,5 +153,5 @@ class CpuModel:
                 rotary=load_rotary(args, CPU),
                 norm_eps=args.spec.norm.eps,
                 max_rows=self._limits.max_num_seqs,
-            )
+            ),
         )

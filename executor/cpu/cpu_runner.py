@@ -60,7 +60,13 @@ class ModelRunner(StepOrder[CpuStep]):
             rendezvous=args.rendezvous,
         )
         self._model = CpuModel(args, self._limits, parallel)
-        self._state = HostTables(self._limits.num_slots, args.max_model_len, self._model.block_size)
+        self._state = HostTables(
+            self._limits.num_slots,
+            args.max_model_len,
+            self._model.block_size,
+            args.cache_groups.count,
+            has_states=self._model.num_states > 0,
+        )
         slots = SlotState(self._limits.num_slots, self._limits.num_drafts)
         self._pipeline = Pipeline(args, slots.table, self._limits.max_steps_in_flight)
         pools = args.spec.pooling is not None
@@ -87,6 +93,7 @@ class ModelRunner(StepOrder[CpuStep]):
         self.ready = WorkerReady(
             num_kv_blocks=self._model.num_blocks,
             block_size=self._model.block_size,
+            num_states=self._model.num_states,
             device_type="cpu",
             device=f"cpu ({torch.get_num_threads()} threads, "
             f"{str(self._model.dtype).removeprefix('torch.')})",
@@ -106,6 +113,9 @@ class ModelRunner(StepOrder[CpuStep]):
 
     def _copy_blocks(self, sources: Int32, targets: Int32) -> None:
         self._model.attention.copy_blocks(sources, targets)
+
+    def _copy_states(self, sources: Int32, targets: Int32) -> None:
+        self._model.recurrent.copy(sources, targets)
 
     def _receive(self, work: CpuStep) -> None:
         if not self._stage.is_first:

@@ -44,6 +44,9 @@ class StepSizes:
     max_prompt_rows: int
     queries: int = 1
     """Tokens of each row in a step with drafts; all its rows have the same number."""
+    has_many_saves: bool = False
+    """Whether rows with prompts may save more than FEW_SAVES states of recurrent layers, which no
+    graph takes (executor/recurrent/state_words.py)."""
 
     @property
     def decode_only(self) -> bool:

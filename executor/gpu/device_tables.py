@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
+from sidestep.executor.runner.transfer import to_device
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.transport.slot_columns import DEVICE_WORDS, device_word
+from sidestep.ipc.transport.step import StepInput
 from sidestep.kernels.ops.speculation import DraftTables
 from sidestep.kernels.triton.prepare_step_triton import (
     DRAFTS,
@@ -29,22 +32,42 @@ SAMPLING_WORDS = SamplingWords(*map(device_word, SamplingWords._fields))
 
 
 def make_slot_tables(
-    limits: StepLimits, max_model_len: int, block_size: int, device: torch.device, *, last: bool
+    limits: StepLimits,
+    max_model_len: int,
+    block_size: int,
+    num_groups: int,
+    device: torch.device,
+    *,
+    last: bool,
 ) -> SlotTables:
-    """Allocate the tables by slot. last: whether drafts are looked up here."""
+    """Allocate the tables by slot.
+
+    num_groups: cache groups of the model. last: whether drafts are looked up here.
+    """
     slots, drafts = limits.num_slots, limits.num_drafts
 
-    def table(width: int) -> Tensor:
-        return torch.zeros(slots, width, dtype=torch.int32, device=device)
+    def table(*sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.int32, device=device)
 
     return SlotTables(
         # The drafts of a row may lie behind its end; then the tables are read there, and no more.
-        block_tables=table(-(-(max_model_len + drafts) // block_size)),
-        parameters=table(DEVICE_WORDS),
-        progress=table(DRAFTS + drafts),
-        tokens=table(max_model_len if last and drafts else 0),
+        # To whole 16 bytes, which kernels rely on.
+        block_tables=table(num_groups, slots, -(-(max_model_len + drafts) // (4 * block_size)) * 4),
+        parameters=table(slots, DEVICE_WORDS),
+        progress=table(slots, DRAFTS + drafts),
+        tokens=table(slots, max_model_len if last and drafts else 0),
         max_total=device_word("max_total"),
     )
+
+
+def place_blocks(block_tables: Tensor, step: StepInput) -> None:
+    """Set a step's entries in the block tables [groups, slots, blocks] of groups with a window."""
+    if len(step.placed_slots):
+        columns = np.stack(
+            [step.placed_groups, step.placed_slots, step.placed_indices, step.placed_blocks]
+        )
+        *entries, blocks = to_device(columns.astype(np.int64), block_tables.device)
+        block_tables[tuple(entries)] = blocks.int()
 
 
 def draft_tables(tables: SlotTables) -> DraftTables:

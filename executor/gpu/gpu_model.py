@@ -21,7 +21,7 @@ from sidestep.executor.models.model_loading import load_model
 from sidestep.executor.models.new_weights import check_same_weights, copy_weights
 from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weights_of
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks
+from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks, gpu_states, state_bytes
 from sidestep.executor.runner.largest_step import ALL_CONTROLS, largest_step
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.worker_calls import CallRefusedError
@@ -50,6 +50,8 @@ class GpuModel:
         self._loaded: LoadedModel | None = LoadedModel(setup, parallel, setup.args)
         """None during a sleep of level 2."""
         self.num_blocks = 1
+        self.num_states = int(setup.has_states)
+        """States of recurrent layers; 0 in a model without such layers."""
         self.kernels: StepKernels | None = self._new_kernels(self._loaded)
         """None during a sleep."""
         self.graphs: CudaGraphs | None = None
@@ -59,7 +61,7 @@ class GpuModel:
         self._freed_bytes = 0
 
     def size_cache(self, run: Callable[[StepInput], None]) -> None:
-        """Allocate as many KV blocks as fit beside the largest step, and capture the graphs.
+        """Allocate what fits of the cache beside the largest step, and capture the graphs.
 
         run: runs a step to its end on the cache of one block. All stages of a pipeline do so
         together: they send each other the same messages as in any step.
@@ -74,8 +76,7 @@ class GpuModel:
         )
         self.kernels = None
         torch.cuda.empty_cache()
-        # Block ids are common to all ranks, so the rank with the least room decides.
-        self.num_blocks = self._parallel.minimum(self._blocks_beside(controlled, plain))
+        self._count_blocks(self._bytes_beside(controlled, plain))
         self._begin()
 
     def _working_bytes(self, run: Callable[[StepInput], None], controls: Controls) -> int:
@@ -87,13 +88,12 @@ class GpuModel:
         run(largest_step(setup.limits, setup.args.max_model_len, setup.block_size, controls))
         return torch.cuda.max_memory_allocated() - before
 
-    def _blocks_beside(self, controlled: int, plain: int) -> int:
-        """Return the number of KV blocks that fit beside the largest step.
+    def _bytes_beside(self, controlled: int, plain: int) -> int:
+        """Return the bytes that the cache leaves to the largest step and to graphs.
 
         controlled, plain: bytes that the step takes, with controls in all rows and in none.
         """
         setup = self._setup
-        free, total = torch.cuda.mem_get_info(setup.device)
         # Graphs keep a pool of their own, which the largest of them fills like a step outside of
         # graphs.
         graphs = plain if self._captures else 0
@@ -103,15 +103,29 @@ class GpuModel:
             if setup.stage.is_last
             else self._memory.hidden.nbytes * setup.limits.max_steps_in_flight
         )
-        shape = attention_shape(setup.args.spec, self._parallel, setup.stage)
-        return gpu_kv_blocks(
-            setup.args,
-            setup.limits,
-            shape.bytes_per_token(setup.dtype),
-            setup.block_size,
-            free=free,
-            total=total,
-            working=max(controlled, plain) + graphs + sent + GPU_MARGIN_BYTES,
+        return max(controlled, plain) + graphs + sent + GPU_MARGIN_BYTES
+
+    def _count_blocks(self, working: int) -> None:
+        """Set the numbers of states and of KV blocks that fit beside `working` bytes."""
+        setup, args, itemsize = self._setup, self._setup.args, self._setup.dtype.itemsize
+        free, total = torch.cuda.mem_get_info(setup.device)
+        # Ids of blocks and states are common to all ranks, so the rank with the least room decides.
+        if setup.has_states:
+            self.num_states = self._parallel.minimum(
+                gpu_states(args, setup.limits, itemsize, free=free, total=total, working=working)
+            )
+        shape = attention_shape(args.spec, self._parallel, setup.stage, args.max_model_len)
+        self.num_blocks = self._parallel.minimum(
+            gpu_kv_blocks(
+                args,
+                setup.limits,
+                shape.bytes_per_token(setup.dtype),
+                setup.block_size,
+                free=free,
+                total=total,
+                working=working,
+                states=self.num_states * state_bytes(args, itemsize),
+            )
         )
 
     @property
@@ -125,25 +139,27 @@ class GpuModel:
         )
 
     def _new_kernels(self, loaded: LoadedModel) -> StepKernels:
-        return StepKernels(self._setup, self._memory, self._parallel, loaded, self.num_blocks)
+        return StepKernels(
+            self._setup, self._memory, self._parallel, loaded, self.num_blocks, self.num_states
+        )
 
     def _begin(self) -> None:
         """Allocate the cache and capture the graphs, with the weights in place."""
         assert self._loaded is not None, "the weights are not there"
         self.kernels = self._new_kernels(self._loaded)
         if self._captures:
-            self._memory.message.zero_()  # a step without rows
+            self._memory.words.zero_()  # a step without rows
             self.graphs = capture_steps(
                 self.kernels.launch, self._setup.limits, self._setup.args.spec
             )
         torch.cuda.synchronize()
 
     def memory_use(self, call: MemoryUse) -> CallResult:
-        """Return the bytes of the weights, of the KV cache and of the whole device."""
+        """Return the bytes of the weights, of the KV cache with states and of the whole device."""
         free, total = torch.cuda.mem_get_info(self._setup.device)
         return {
             "weights": 0 if self._loaded is None else weight_bytes(self._loaded.decoder),
-            "kv_cache": 0 if self.kernels is None else self.kernels.attention.cache.nbytes,
+            "kv_cache": 0 if self.kernels is None else self.kernels.cache_bytes,
             "allocated": torch.cuda.memory_allocated(),
             "free": free,
             "total": total,

@@ -24,13 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.gpu.cuda_graphs import StepGraph, StepSizes, eager_sizes
 from sidestep.executor.gpu.device_clock import DeviceClock
+from sidestep.executor.gpu.device_tables import place_blocks
 from sidestep.executor.gpu.gpu_model import GpuModel
 from sidestep.executor.gpu.gpu_output import GpuOutput, PooledResult, StepResult
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
@@ -42,6 +43,7 @@ from sidestep.executor.models.new_weights import WeightCalls
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.pipeline import Pipeline
 from sidestep.executor.pooling.pooler import Pooler
+from sidestep.executor.recurrent.state_words import FEW_SAVES
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch, make_batch
 from sidestep.executor.runner.runner import PendingOutput, WorkerArgs
@@ -103,7 +105,9 @@ class GpuRunner(StepOrder[GpuStep]):
         with _memory_errors():
             setup.open_peer_sums(parallel)
             memory = self._memory = StepMemory(setup)
-            self._packer = StepPacker(memory.layout, memory.max_blocks, setup.rotation)
+            self._packer = StepPacker(
+                memory.layout, memory.max_blocks, setup.rotation, memory.states
+            )
             self._events = [
                 (
                     torch.cuda.Event(enable_timing=True),
@@ -122,7 +126,13 @@ class GpuRunner(StepOrder[GpuStep]):
                 else None
             )
             self.samples = setup.samples
-            self._state = HostTables(setup.limits.num_slots, args.max_model_len, setup.block_size)
+            self._state = HostTables(
+                setup.limits.num_slots,
+                args.max_model_len,
+                setup.block_size,
+                args.cache_groups.count,
+                has_states=setup.has_states,
+            )
             self._num_steps = 0
             self._model = GpuModel(setup, memory, parallel)
             self._model.size_cache(self._run)
@@ -135,6 +145,7 @@ class GpuRunner(StepOrder[GpuStep]):
         self.ready = WorkerReady(
             num_kv_blocks=self._model.num_blocks,
             block_size=setup.block_size,
+            num_states=self._model.num_states,
             device_type="cuda",
             device=torch.cuda.get_device_name(device),
         )
@@ -158,18 +169,25 @@ class GpuRunner(StepOrder[GpuStep]):
         apart, prompts = self._last.find(step, batch) if self._last is not None else (None, None)
         queries = 1 + step.num_drafts
         graph = None
-        if graphs is not None and prompts is None:
+        if graphs is not None and prompts is None and not _has_many_saves(batch):
             graph = graphs.find(len(batch.slots), batch.total_tokens * queries, queries)
         layout = graph.layout if graph is not None else memory.layout
         used = self._packer.pack(position, layout, batch, step, apart)
         self._events[position][0].record()
-        memory.message[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
+        memory.words[:used].copy_(self._packer.buffers[position][:used], non_blocking=True)
+        place_blocks(memory.tables.block_tables, step)
         self._store_past(step)
         return GpuStep(step, batch, queries, position, kernels, graph, layout, apart, prompts)
 
     def _copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        assert self._model.kernels is not None
-        self._model.kernels.attention.copy_blocks(sources, targets)
+        kernels = self._model.kernels
+        assert kernels is not None
+        kernels.attention.copy_blocks(sources, targets)
+
+    def _copy_states(self, sources: Int32, targets: Int32) -> None:
+        kernels = self._model.kernels
+        assert kernels is not None and kernels.recurrent is not None
+        kernels.recurrent.copy(sources, targets)
 
     def _receive(self, work: GpuStep) -> None:
         self._pipeline.begin_step(work.step.beat)
@@ -191,6 +209,8 @@ class GpuRunner(StepOrder[GpuStep]):
             if self._setup.backend.graph_safe
             else StepSizes(rows, work.num_tokens, decodes, rows - decodes)
         )
+        if _has_many_saves(batch):
+            sizes = replace(sizes, has_many_saves=True)
         if self._pooler is not None:
             self._pool(self._pooler, work, sizes)
         else:
@@ -256,6 +276,11 @@ class GpuRunner(StepOrder[GpuStep]):
                 past = self._state.token_ids[slot, :count].copy()
                 past[: sent.start] = -1  # not sent
                 self._memory.tables.tokens[slot, :count].copy_(to_device(past, self._setup.device))
+
+
+def _has_many_saves(batch: HostBatch) -> bool:
+    """Return whether a step saves more states than the kernels of its graph may."""
+    return len(batch.saves.targets) > FEW_SAVES
 
 
 @contextmanager

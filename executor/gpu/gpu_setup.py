@@ -12,9 +12,11 @@ from sidestep.executor.gpu.step_packer import message_size
 from sidestep.executor.gpu.token_sampler import TokenSampler, check_method
 from sidestep.executor.models.model_loading import pick_attention, pick_dtype
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.recurrent.state_words import StateWords
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
+from sidestep.ipc.model.layer_spec import recurrent_of
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
 
@@ -36,9 +38,16 @@ class GpuSetup:
             )
         check_method(args.scheduler.speculation)
         self.limits = args.scheduler.limits("cuda", self.stage.count)
+        self.has_states = bool(recurrent_of(args.spec.layers))
+        """Whether the model has recurrent layers."""
         self.rotation = self.limits.max_steps_in_flight + 2
         """Number of buffers for messages and outputs."""
         self.backend = pick_attention(args, device)
+        if self.limits.num_drafts and self.has_states:
+            raise EngineStartError(
+                "speculative_config: is not supported on a GPU with the recurrent layers of "
+                f"{args.spec.architecture}; leave it out"
+            )
         if self.limits.num_drafts and not self.backend.graph_safe:
             raise EngineStartError(
                 "attention_backend: with speculative_config a GPU needs 'triton', since only the "
@@ -64,13 +73,23 @@ class StepMemory:
         self.layout = StepLayout(limits.max_num_seqs, limits.max_num_batched_tokens)
         """The layout of the largest step's message."""
         self.tables = make_slot_tables(
-            limits, args.max_model_len, setup.block_size, device, last=last
+            limits,
+            args.max_model_len,
+            setup.block_size,
+            args.cache_groups.count,
+            device,
+            last=last,
         )
-        self.max_blocks = self.tables.block_tables.shape[1]
+        self.max_blocks = self.tables.block_tables.shape[2]
         """KV blocks of the longest request."""
-        self.message = torch.zeros(
-            message_size(self.layout, self.max_blocks), dtype=torch.int32, device=device
+        self.states = StateWords(limits) if setup.has_states else None
+        """The places of what recurrent layers need of a step, in a model that has some."""
+        before = self.states.count if self.states is not None else 0
+        self.words = torch.zeros(
+            before + message_size(self.layout, self.max_blocks), dtype=torch.int32, device=device
         )
+        """All that the host sends for a step: the words of states, then the message."""
+        self.message = self.words[before:]
         self.columns = RowColumns(limits, device)
         tokens = limits.max_num_batched_tokens if setup.stage.count > 1 else 0
         self.hidden = torch.zeros(tokens, args.spec.hidden_size, dtype=setup.dtype, device=device)

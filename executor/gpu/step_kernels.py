@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, DeviceRows, StepBatch
+from sidestep.executor.attention.scaled_queries import open_attention
 from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
 from sidestep.executor.gpu.device_tables import StepRows
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
+from sidestep.executor.layers.gated_delta import RecurrentStep
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.models.model_loading import load_model, load_rotary
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.recurrent.state_memory import StateMemory
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.sampling.prompt_logprobs import (
@@ -27,6 +30,7 @@ from sidestep.executor.sampling.prompt_logprobs import (
     with_prompt_tokens,
 )
 from sidestep.executor.sampling.token_logprobs import Logprobs
+from sidestep.ipc.model.layer_spec import recurrent_of
 from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
@@ -69,16 +73,20 @@ class StepKernels:
         parallel: Parallel,
         model: LoadedModel,
         num_blocks: int,
+        num_states: int = 1,
     ) -> None:
-        """Allocate the cache."""
+        """Allocate the cache. num_states: states of recurrent layers, in a model that has some."""
         self._stage = setup.stage
         self._block_size = setup.block_size
         self._memory = memory
         self.model = model
         self.num_blocks = num_blocks
-        self.attention = setup.backend(
+        self.attention = open_attention(
+            setup.backend,
             AttentionSetup(
-                shape=attention_shape(setup.args.spec, parallel, setup.stage),
+                shape=attention_shape(
+                    setup.args.spec, parallel, setup.stage, setup.args.max_model_len
+                ),
                 num_blocks=num_blocks,
                 block_size=setup.block_size,
                 dtype=setup.dtype,
@@ -87,8 +95,26 @@ class StepKernels:
                 norm_eps=setup.args.spec.norm.eps,
                 max_rows=setup.limits.max_num_seqs,
                 queries=tuple(1 + tier for tier in tiers_of(setup.limits.num_drafts)),
-            )
+            ),
         )
+        self.recurrent = (
+            StateMemory(
+                recurrent_of(setup.args.stage_layers),
+                num_states,
+                parallel,
+                setup.dtype,
+                setup.device,
+            )
+            if setup.has_states
+            else None
+        )
+        """The states, in a model with recurrent layers."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The size of the KV cache and the states."""
+        states = 0 if self.recurrent is None else self.recurrent.nbytes
+        return self.attention.cache.nbytes + states
 
     def launch(
         self,
@@ -106,16 +132,16 @@ class StepKernels:
         """
         memory, model, attention = self._memory, self.model, self.attention
         rows, prepared = self._prepare(sizes, layout, host, empty)
-        inputs = self._inputs(sizes, prepared)
+        inputs, recurrent = self._inputs(sizes, prepared), self._recurrent(sizes)
         if not self._stage.is_last:
-            hidden = model.decoder.states(inputs, attention, None).hidden
+            hidden = model.decoder.states(inputs, attention, None, recurrent).hidden
             if hidden.data_ptr() != memory.hidden.data_ptr():  # added to in place
                 memory.hidden[: sizes.tokens].copy_(hidden)
             return []
         chosen = None if sizes.decode_only else prepared.last_tokens
         if prompts is not None:
             chosen = with_prompt_tokens(prepared.last_tokens, prompts)
-        stream = model.decoder.states(inputs, attention, chosen)
+        stream = model.decoder.states(inputs, attention, chosen, recurrent)
         if memory.sampler is None:  # the model pools, and this is a trial
             model.decoder.scores(stream.normed().float())
             return []
@@ -139,13 +165,29 @@ class StepKernels:
         """
         _, prepared = self._prepare(sizes, layout, host, torch.empty)
         chosen = prepared.last_tokens if of_rows and not sizes.decode_only else None
-        return self.model.decoder.states(self._inputs(sizes, prepared), self.attention, chosen)
+        return self.model.decoder.states(
+            self._inputs(sizes, prepared), self.attention, chosen, self._recurrent(sizes)
+        )
 
     def _inputs(self, sizes: StepSizes, prepared: StepInputs) -> Tensor:
         """Return the token ids, or the stream that the stage before has sent."""
         if self._stage.is_first:
             return prepared.token_ids
         return self._memory.hidden[: sizes.tokens]
+
+    def _recurrent(self, sizes: StepSizes) -> RecurrentStep | None:
+        """Return what recurrent layers need of the step; None in a model without such layers."""
+        words = self._memory.states
+        if self.recurrent is None or words is None:
+            return None
+        rows = words.rows(
+            self._memory.words,
+            sizes.rows,
+            sizes.tokens,
+            sizes.max_prompt_rows,
+            has_many_saves=sizes.has_many_saves,
+        )
+        return self.recurrent.with_rows(rows)
 
     def _prepare(
         self,
@@ -158,9 +200,11 @@ class StepKernels:
         memory, attention = self._memory, self.attention
         message, tables, device = memory.message, memory.tables, memory.message.device
         rows = memory.columns.step_rows(message, layout, sizes.rows, sizes.queries)
-        token_ids, positions, slot_mapping = (
-            empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(3)
+        token_ids, positions = (
+            empty(sizes.tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
+        groups, padded = len(tables.block_tables), -(-sizes.tokens // 4) * 4  # to whole 16 bytes
+        slot_mapping = empty((groups, padded), dtype=torch.int32, device=device)[:, : sizes.tokens]
         prepared = memory.columns.step_inputs(
             sizes,
             token_ids,

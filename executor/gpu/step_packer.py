@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sidestep.executor.recurrent.state_words import StateWords
 from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import Apart, HostBatch
 from sidestep.ipc.params.ranges import MAX_STOP_TOKEN_IDS
@@ -37,14 +38,26 @@ def message_size(layout: StepLayout, max_blocks: int) -> int:
 class StepPacker:
     """Packs steps of up to `layout.rows` rows and `layout.tokens` tokens."""
 
-    def __init__(self, layout: StepLayout, max_blocks: int, num_buffers: int) -> None:
-        """Allocate the buffers. max_blocks: KV blocks of the longest request."""
-        size = message_size(layout, max_blocks)
+    def __init__(
+        self,
+        layout: StepLayout,
+        max_blocks: int,
+        num_buffers: int,
+        states: StateWords | None = None,
+    ) -> None:
+        """Allocate the buffers.
+
+        max_blocks: KV blocks of the longest request. states: the words that come before the
+        message, in a model with recurrent layers.
+        """
+        self._states, before = states, 0 if states is None else states.count
+        size = before + message_size(layout, max_blocks)
         self.buffers = [
             torch.empty(size, dtype=torch.int32, pin_memory=torch.cuda.is_available())
             for _ in range(num_buffers)
         ]
-        self._words = [buffer.numpy() for buffer in self.buffers]
+        self._before = [buffer.numpy()[:before] for buffer in self.buffers]
+        self._words = [buffer.numpy()[before:] for buffer in self.buffers]
 
     def pack(
         self,
@@ -97,7 +110,11 @@ class StepPacker:
             words[end : end + count] = column
             end += count
         words[RECORDS] = end
-        return end + self._put_entering(words, layout, batch, step, end)
+        end += self._put_entering(words, layout, batch, step, end)
+        before = self._before[position]
+        if self._states is not None:
+            self._states.pack(before, batch)
+        return len(before) + end
 
     def _put_entering(
         self, words: Int32, layout: StepLayout, batch: HostBatch, step: StepInput, at: int

@@ -75,6 +75,9 @@ def launch_all(
     kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
     kinds += [StepSizes(n, n, n, 0) for n in decode_ladder(most)]
     kinds += draft_sizes(limits)
+    if memory.states is not None:
+        kinds += [StepSizes(rows, tokens, rows, rows) for rows in memory.states.row_ladder]
+        kinds.append(StepSizes(most, tokens, most, most, has_many_saves=True))
     with model.decoder.kinds_of_layers():
         launch_samplers(setup, memory, parallel)
         with checked_order():
@@ -82,7 +85,10 @@ def launch_all(
                 kernels.launch(sizes, sizes.layout, empty=torch.zeros)
         # A step may have any number of prompt tokens whose logits are asked for.
         model.decoder.warm_up((1, 2, 16, 32, 64), with_head=last)
-        kernels.attention.copy_blocks(np.zeros(1, np.int32), np.zeros(1, np.int32))
+        copied = np.zeros(1, np.int32)
+        kernels.attention.copy_blocks(copied, copied)
+        if kernels.recurrent is not None:
+            kernels.recurrent.copy(copied, copied)
         if last:
             _launch_masks(setup, model)
 

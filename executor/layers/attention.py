@@ -13,6 +13,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import row_sigmoid
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -41,6 +42,38 @@ class OrderedHeads(Weights):
         return heads.index_select(1, self._order.to(tensor.device)).flatten(0, 1)
 
 
+class GatedQueries(Weights):
+    """The weights of attention whose q projection has each head's gate behind its query.
+
+    The gates have a name of their own, gate_proj.
+    """
+
+    def __init__(self, weights: Weights, head_dim: int, name: str) -> None:
+        """Read from `weights`. name: the layer's."""
+        super().__init__(weights.dtype, weights.device)
+        self._weights = weights
+        self._head_dim = head_dim
+        self._halves = {f"{name}.q_proj": 0, f"{name}.gate_proj": 1}
+        self._stored = f"{name}.q_proj"
+        self._read: tuple[str, range, Tensor] | None = None
+        """The last rows that were read: queries and gates are asked for one after the other."""
+
+    def get(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """Return the named tensor."""
+        part, _, kind = name.rpartition(".")
+        if part not in self._halves:
+            return self._weights.get(name, shape, rows, columns)
+        wanted = range(shape[0]) if rows is None else rows
+        both = range(2 * wanted.start, 2 * wanted.stop)
+        if self._read is None or self._read[:2] != (kind, both):
+            stored = 2 * shape[0], *shape[1:]
+            self._read = kind, both, self._weights.get(f"{self._stored}.{kind}", stored, rows=both)
+        halves = self._read[2].unflatten(0, (-1, 2, self._head_dim))
+        return halves[:, self._halves[part]].flatten(0, 1)
+
+
 class Attention:
     """Self-attention of one layer.
 
@@ -67,18 +100,19 @@ class Attention:
             rows_of_heads(kv_heads, spec.head_dim),
         )
         total_q, total_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if spec.gate:
+            weights = GatedQueries(weights, spec.head_dim, name)
         ordered = weights if order is None else OrderedHeads(weights, order, name)
-        self._qkv = column_parallel(
-            ordered,
-            [
-                (f"{name}.q_proj", total_q, q_rows),
-                (f"{name}.k_proj", total_kv, kv_rows),
-                (f"{name}.v_proj", total_kv, kv_rows),
-            ],
-            hidden_size,
-            bias=spec.bias,
-        )
+        parts = [
+            (f"{name}.q_proj", total_q, q_rows),
+            (f"{name}.k_proj", total_kv, kv_rows),
+            (f"{name}.v_proj", total_kv, kv_rows),
+            *([(f"{name}.gate_proj", total_q, q_rows)] if spec.gate else []),
+        ]
+        self._qkv = column_parallel(ordered, parts, hidden_size, bias=spec.bias)
         self._width = len(q_rows)
+        self._gate_from = len(q_rows) + 2 * len(kv_rows) if spec.gate else None
+        """First column of the gate, which is the product's last part; None without a gate."""
         self._out = RowParallelLinear(
             weights,
             f"{name}.o_proj",
@@ -97,6 +131,11 @@ class Attention:
                 for one in "qk"
             )
             self._head_norms = q_norm.weight, k_norm.weight
+        self._sinks = (
+            weights.get(f"{name}.sinks", (spec.num_heads,), rows=heads).float()
+            if spec.sinks
+            else None
+        )
         self._row_norms = [
             (columns, SharedNorm(norm_spec, ordered, f"{name}.{one}_norm.weight", *part, parallel))
             for one, columns, part in (
@@ -117,7 +156,9 @@ class Attention:
         qkv = self._qkv(stream)
         for columns, norm in self._row_norms:
             qkv[:, columns] = norm(qkv[:, columns])
-        attended = attention.attend(layer, qkv, self._head_norms)
+        attended = attention.attend(layer, qkv[:, : self._gate_from], self._head_norms, self._sinks)
+        if self._gate_from is not None:
+            attended.mul_(row_sigmoid(qkv[:, self._gate_from :]))
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
         return self._add(stream, attended)

@@ -1,37 +1,48 @@
 """A mixture of experts: the router, the experts that it chooses for each token, a shared one.
 
-Tensor-parallel ranks have a part of each expert's intermediate size, and the whole router.
+Tensor-parallel ranks have the whole router, and a part of each expert's intermediate size or, with
+expert parallelism, some whole experts. The sum over ranks is the same for both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from sidestep.executor.layers.cpu_product import CpuProduct
+from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts, experts_of_rank
 from sidestep.executor.layers.linear import Linear, SumOverRanks, column_parallel
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.ipc.model.layer_spec import ExpertsSpec
+from sidestep.ipc.model.layer_spec import ClampedSwiglu, ExpertsSpec, ExpertStorage
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Routed, choose_experts, row_sigmoid
+from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
+from sidestep.kernels.ops.silu_mul import row_sigmoid
+from sidestep.kernels.products.expert_matrix import ExpertMatrix
 
 
 class Router:
     """Chooses the experts of each token, in float32."""
 
-    def __init__(self, spec: ExpertsSpec, hidden_size: int, weights: Weights, name: str) -> None:
-        """Load the weights. name: the layer's."""
-        weight = weights.get(f"{name}.gate.weight", (spec.num_experts, hidden_size))
-        routing = spec.routing
+    def __init__(
+        self, spec: ExpertsSpec, hidden_size: int, weights: Weights, name: str, own: range
+    ) -> None:
+        """Load the weights. name: the layer's. own: this rank's experts."""
+        self._own = own if spec.whole else None
+        own_name, routing = f"{name}.{spec.names.router}", spec.routing
+        weight = weights.get(f"{own_name}.weight", (spec.num_experts, hidden_size))
         self._bias = (
-            weights.exact(f"{name}.gate.e_score_correction_bias", (spec.num_experts,))
+            weights.exact(f"{own_name}.e_score_correction_bias", (spec.num_experts,))
             if routing.bias
             else None
+        )
+        self._product_bias = (
+            weights.exact(f"{own_name}.bias", (spec.num_experts,)) if routing.product_bias else None
         )
         self._choice = Choice(
             spec.num_chosen,
@@ -50,13 +61,17 @@ class Router:
         return self._weight is not None
 
     def __call__(self, x: Tensor) -> Routed:
-        """Return the experts of each row of x [T, D]."""
+        """Return the experts of each row of x [T, D], by their numbers on this rank."""
         if self._weight is not None:
             from sidestep.kernels.products.routing_triton import route
 
-            return route(x, self._weight, self._bias, self._choice)
+            return route(x, self._weight, self._bias, self._choice, self._own, self._product_bias)
         assert self._product is not None
-        return choose_experts(self._product(x.float()), self._bias, self._choice)
+        logits = self._product(x.float())
+        if self._product_bias is not None:
+            logits += self._product_bias
+        routed = choose_experts(logits, self._bias, self._choice)
+        return routed if self._own is None else routed.on_rank(self._own)
 
 
 class ExpertProducts(Protocol):
@@ -66,8 +81,39 @@ class ExpertProducts(Protocol):
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
 
 
-class ExpertWeights:
-    """Loads a rank's part of each expert's matrices."""
+def matrix_names(spec: ExpertsSpec, name: str, expert: int) -> tuple[str, str, str]:
+    """Return the names of an expert's matrices: gate, up and down. name: the layer's."""
+    gate, up, down = (
+        f"{name}.experts.{expert}.{one}.weight"
+        for one in (spec.names.gate, spec.names.up, spec.names.down)
+    )
+    return gate, up, down
+
+
+def experts_elsewhere(spec: ExpertsSpec, name: str, parallel: Parallel) -> Iterator[str]:
+    """Yield the names of the matrices that only other ranks have. name: the layer's."""
+    own = experts_of_rank(spec, parallel)
+    for expert in range(spec.num_experts):
+        if expert not in own:
+            yield from matrix_names(spec, name, expert)
+
+
+class ExpertWeights(Protocol):
+    """Loads the matrices of a rank's experts, or its part of them."""
+
+    spec: ExpertsSpec
+    experts: range
+    """Numbers in the model of this rank's experts."""
+
+    def gate_up(self, expert: int) -> ExpertMatrix:
+        """Return the gate's matrix over the other's, [2 F, D]. expert: its number in the model."""
+
+    def down(self, expert: int) -> ExpertMatrix:
+        """Return the matrix [D, F]."""
+
+
+class SeparateExperts:
+    """Loads a rank's part of matrices that are stored apart."""
 
     def __init__(
         self,
@@ -80,23 +126,34 @@ class ExpertWeights:
         self.spec = spec
         self._hidden_size = hidden_size
         self._weights = weights
-        self._name = f"{name}.experts"
-        self._part = parallel.share(spec.width)
+        self._name = name
+        self.experts = experts_of_rank(spec, parallel)
+        self._part = range(spec.width) if spec.whole else parallel.share(spec.width)
 
-    def gate_up(self, expert: int) -> Tensor:
+    def gate_up(self, expert: int) -> ExpertMatrix:
         """Return the gate's matrix over the other's, [2 F, D]."""
-        names, shape = self.spec.names, (self.spec.width, self._hidden_size)
-        return torch.cat(
-            [
-                self._weights.get(f"{self._name}.{expert}.{one}.weight", shape, rows=self._part)
-                for one in (names.gate, names.up)
-            ]
-        )
+        gate, up, _ = matrix_names(self.spec, self._name, expert)
+        shape = self.spec.width, self._hidden_size
+        parts = [self._weights.get(one, shape, rows=self._part) for one in (gate, up)]
+        return ExpertMatrix(torch.cat(parts))
 
-    def down(self, expert: int) -> Tensor:
+    def down(self, expert: int) -> ExpertMatrix:
         """Return the matrix [D, F]."""
-        name = f"{self._name}.{expert}.{self.spec.names.down}.weight"
-        return self._weights.get(name, (self._hidden_size, self.spec.width), columns=self._part)
+        _, _, down = matrix_names(self.spec, self._name, expert)
+        shape = self._hidden_size, self.spec.width
+        return ExpertMatrix(self._weights.get(down, shape, columns=self._part))
+
+
+_STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
+    "apart": SeparateExperts,
+    "interleaved": FusedExperts,
+    "mxfp4": Mxfp4Experts,
+}
+"""Way in which a checkpoint stores experts -> what loads them."""
+
+
+def _linear(matrix: ExpertMatrix, dtype: torch.dtype) -> Linear:
+    return Linear(matrix.decoded(dtype).values, matrix.bias)
 
 
 class CpuExperts:
@@ -106,21 +163,23 @@ class CpuExperts:
     are added in the order of its choice. So the bits of a token depend on that token alone.
     """
 
-    def __init__(self, weights: ExpertWeights) -> None:
-        """Load the experts one by one."""
-        experts = range(weights.spec.num_experts)
+    def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
+        """Load the experts one by one, and decode them to the run's type."""
         self._activation = weights.spec.activation
-        self._gate_up = [Linear(weights.gate_up(expert)) for expert in experts]
-        self._down = [Linear(weights.down(expert)) for expert in experts]
+        self._gate_up = [_linear(weights.gate_up(expert), dtype) for expert in weights.experts]
+        self._down = [_linear(weights.down(expert), dtype) for expert in weights.experts]
 
     def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
         chosen = routed.ids.shape[1]
-        # The pairs of a token and a choice, in the order of their experts.
-        pairs = routed.ids.flatten().argsort(stable=True)
-        counts = torch.bincount(routed.ids.flatten(), minlength=len(self._down)).tolist()
-        results = x.new_empty(routed.ids.numel(), x.shape[1])
-        for gate_up, down, own in zip(self._gate_up, self._down, pairs.split(counts), strict=True):
+        ids = routed.ids.flatten()
+        # The pairs of a token and a choice, in the order of their experts: other ranks' first.
+        pairs = ids.argsort(stable=True)
+        counts = torch.bincount(ids + 1, minlength=1 + len(self._down)).tolist()
+        others, *parts = pairs.split(counts)
+        results = x.new_empty(len(ids), x.shape[1])
+        results[others] = 0
+        for gate_up, down, own in zip(self._gate_up, self._down, parts, strict=True):
             if len(own):
                 gated = gate_up.gated(x.index_select(0, own // chosen), self._activation)
                 results[own] = down(gated)
@@ -139,18 +198,42 @@ class GpuExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         """Load the experts one by one into the stacks."""
-        num_experts, one = weights.spec.num_experts, (weights.gate_up(0), weights.down(0))
-        self._gelu = weights.spec.activation == "gelu_tanh"
-        self._gate_up, self._down = (part.new_empty(num_experts, *part.shape) for part in one)
-        for expert in range(num_experts):
-            self._gate_up[expert] = weights.gate_up(expert)
-            self._down[expert] = weights.down(expert)
+        spec, activation = weights.spec, weights.spec.activation
+        self._num_experts, self._some = spec.num_experts, spec.whole
+        self._gelu = activation == "gelu_tanh"
+        self._clamped = (
+            (activation.alpha, activation.limit) if isinstance(activation, ClampedSwiglu) else None
+        )
+        self._gate_up = _stacked(weights.gate_up, weights.experts)
+        self._down = _stacked(weights.down, weights.experts)
 
     def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
-        from sidestep.kernels.products.experts_triton import multiply_experts
+        from sidestep.kernels.products.experts_triton import few_pairs, multiply_experts
 
-        multiply_experts(x, routed, self._gate_up, self._down, out, add=add, gelu=self._gelu)
+        multiply_experts(
+            x,
+            routed,
+            self._gate_up,
+            self._down,
+            out,
+            add=add,
+            gelu=self._gelu,
+            clamped=self._clamped,
+            # A rank with whole experts has the same share of the pairs, on average.
+            few=few_pairs(len(x), routed.ids.shape[1], self._num_experts),
+            some=self._some,
+        )
+
+
+def _stacked(matrix: Callable[[int], ExpertMatrix], experts: Sequence[int]) -> ExpertMatrix:
+    """Return the matrices of these experts as one. They are loaded one by one."""
+    first = matrix(experts[0])
+    stack = first.room_for(len(experts))
+    stack.put(0, first)
+    for index, expert in enumerate(experts[1:], 1):
+        stack.put(index, matrix(expert))
+    return stack
 
 
 class SharedExpert:
@@ -191,7 +274,7 @@ class SharedExpert:
             return gated
         factor = self._own_gate(x)
         # The factor is common to a row, so that it may come before the product.
-        return gated.mul_(torch.sigmoid(factor) if on_gpu(x) else row_sigmoid(factor))
+        return gated.mul_(row_sigmoid(factor))
 
 
 class ExpertsPart(NamedTuple):
@@ -238,10 +321,10 @@ class Experts:
     ) -> None:
         self._following = following
         own = f"{name}.{spec.names.layer}"
-        self._router = Router(spec, hidden_size, weights, own)
-        loaded = ExpertWeights(spec, hidden_size, weights, own, parallel)
+        loaded = _STORED[spec.stored](spec, hidden_size, weights, own, parallel)
+        self._router = Router(spec, hidden_size, weights, own, loaded.experts)
         self._products: ExpertProducts = (
-            GpuExperts(loaded) if self._router.on_gpu else CpuExperts(loaded)
+            GpuExperts(loaded) if self._router.on_gpu else CpuExperts(loaded, weights.dtype)
         )
         self._shared = (
             SharedExpert(spec, hidden_size, weights, own, parallel) if spec.shared_width else None

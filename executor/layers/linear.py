@@ -12,8 +12,9 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.ipc.model.layer_spec import Activation
+from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
@@ -45,11 +46,13 @@ class Linear:
         made = self._product(normed(x))
         return made if self._bias is None else made.add_(self._bias)
 
-    def gated(self, x: Tensor | Stream, activation: Activation = "silu") -> Tensor:
+    def gated(self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu") -> Tensor:
         """Return act(gate) * up of the halves of the product.
 
         The first half of the matrix's rows belongs to the gate.
         """
+        if isinstance(activation, ClampedSwiglu):
+            return clamped_swiglu(self(x), activation.alpha, activation.limit)
         if activation == "gelu_tanh":
             return gelu_mul(self(x))
         if self._weight is not None:

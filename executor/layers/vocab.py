@@ -64,8 +64,15 @@ class VocabParallelHead:
     """
 
     def __init__(
-        self, shard: Tensor, vocab_size: int, parallel: Parallel, softcap: float | None = None
+        self,
+        shard: Tensor,
+        vocab_size: int,
+        parallel: Parallel,
+        scale: float = 1.0,
+        softcap: float | None = None,
     ) -> None:
+        """Multiply with the shard's rows. scale, softcap: see ModelSpec."""
+        self._scale = scale
         self._softcap = softcap
         self._linear = Linear(shard)
         self._vocab_size = vocab_size
@@ -84,6 +91,8 @@ class VocabParallelHead:
         out [R, V and padding]: memory that the logits are written to.
         """
         own = self._linear(stream, out if self._parallel.size == 1 else None)
+        if self._scale != 1.0:
+            own.mul_(self._scale)
         if self._softcap is not None:
             own.div_(self._softcap).tanh_().mul_(self._softcap)
         return self._parallel.all_gather(own, out)[:, : self._vocab_size]

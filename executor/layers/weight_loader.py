@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -24,6 +24,8 @@ from sidestep.ipc.common.errors import EngineStartError
 Shape = tuple[int, ...]
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Ends of the names of buffers that old checkpoints have and that follow from the config."""
+_DUMMY_SCALE = 121
+"""Scale of random weights of MXFP4, which are 0.09 at most."""
 _COMPARED_ROWS = 4096
 """Rows of each of two tensors that are in memory at a time while they are compared."""
 
@@ -41,9 +43,34 @@ class Weights(abc.ABC):
     ) -> Tensor:
         """Return the named tensor of this whole shape, or only some rows or columns of it."""
 
-    def exact(self, name: str, shape: Shape) -> Tensor:
+    def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, for values that the run's type may not round."""
-        return self.get(name, shape).float()
+        return self.get(name, shape, rows).float()
+
+    def item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return one item of the named tensor, or only some rows or columns of the item.
+
+        shape: of the whole tensor, whose first dimension is that of the items.
+        """
+        return self.get(f"{name}.{index}", shape[1:], rows, columns)
+
+    def packed_item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return an item of a tensor of bytes as they are stored: uint8. See `item`."""
+        raise NotImplementedError
 
 
 class Part(Protocol):
@@ -91,6 +118,8 @@ class CheckpointWeights(Weights):
                 self._handle_of[name] = handle
         self._names: dict[str, str] = {}
         """Other names of tensors -> their names in the files."""
+        self._views: dict[str, Part] = {}
+        """Tensors that are parts of others, by name."""
         self._unused = set(self._handle_of)
 
     @abc.abstractmethod
@@ -132,11 +161,57 @@ class CheckpointWeights(Weights):
         tensor = self._read(name, shape, rows, columns)
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
-    def exact(self, name: str, shape: Shape) -> Tensor:
+    def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, from the checkpoint's own type."""
-        return self._read(name, shape, None, None).to(device=self.device, dtype=torch.float32)
+        return self._read(name, shape, rows, None).to(device=self.device, dtype=torch.float32)
 
-    def _read(self, name: str, shape: Shape, rows: range | None, columns: range | None) -> Tensor:
+    def item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return one item of the named tensor, whole or only some of its rows or columns."""
+        tensor = self._read(name, shape, rows, columns, index)
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def packed_item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return one item of a tensor of bytes. Raises EngineStartError for another type."""
+        tensor = self._read(name, shape, rows, columns, index)
+        if tensor.dtype != torch.uint8:
+            raise EngineStartError(f"model: {name} is {tensor.dtype} in the checkpoint, not uint8")
+        return tensor.to(self.device).contiguous()
+
+    def _read(
+        self,
+        name: str,
+        shape: Shape,
+        rows: range | None,
+        columns: range | None,
+        item: int | None = None,
+    ) -> Tensor:
+        """Read a tensor, or one of the items in its first dimension."""
+        part = self.part(name, shape)
+        parts = [
+            slice(None) if one is None else slice(one.start, one.stop) for one in (rows, columns)
+        ]
+        if item is not None:
+            return part[(slice(item, item + 1), *parts[: len(shape) - 1])][0]
+        return part[tuple(parts[: len(shape)])]
+
+    def part(self, name: str, shape: Shape) -> Part:
+        """Return the named tensor of this shape, from which slices can be read."""
+        if name in self._views:
+            return self._views[name]
         handle = self._handle_of.get(name)
         if handle is None:
             raise EngineStartError(f"model: the checkpoint lacks {name}")
@@ -149,11 +224,14 @@ class CheckpointWeights(Weights):
                 f"model: {name} has shape {list(found)} in the checkpoint, config.json wants "
                 f"{list(shape)}"
             )
-        if rows is not None:
-            return part[rows.start : rows.stop]
-        if columns is not None:
-            return part[:, columns.start : columns.stop]
-        return part[:]
+        return part
+
+    def view(self, name: str, part: Part) -> None:
+        """Read this part of another tensor, which has the right shape, where `name` is asked for.
+
+        The checkpoint lacks `name`.
+        """
+        self._views[name] = part
 
     def alias(self, name: str, other: str) -> None:
         """Read the checkpoint's tensor `other` where `name` is asked for.
@@ -161,15 +239,13 @@ class CheckpointWeights(Weights):
         The checkpoint lacks `name`.
         """
         self._handle_of[name] = self._handle_of[other]
-        self._names[name] = other
+        self._names[name] = self._names.get(other, other)
 
-    def put_below(self, beginning: str) -> None:
-        """Give each tensor a name that begins so, and then with its name in the files.
-
-        Checkpoints of a model without a head leave the beginning out.
-        """
-        self._names = {f"{beginning}{name}": name for name in self._handle_of}
-        self._handle_of = {f"{beginning}{n}": handle for n, handle in self._handle_of.items()}
+    def rename(self, name_of: Callable[[str], str | None]) -> None:
+        """Give tensors the names that layers ask for. None: the tensor is not used."""
+        names = {new: name for name in self._handle_of if (new := name_of(name)) is not None}
+        self._handle_of = {new: self._handle_of[name] for new, name in names.items()}
+        self._names = {new: self._names.get(name, name) for new, name in names.items()}
         self._unused = set(self._handle_of)
 
     def are_equal(self, one: str, other: str) -> bool:
@@ -177,7 +253,9 @@ class CheckpointWeights(Weights):
 
         They are read part by part.
         """
-        parts = [self._handle_of[name].get_slice(name) for name in (one, other)]
+        parts = [
+            self._handle_of[name].get_slice(self._names.get(name, name)) for name in (one, other)
+        ]
         shapes = [tuple(part.get_shape()) for part in parts]
         if shapes[0] != shapes[1] or not shapes[0]:
             return False
@@ -188,6 +266,10 @@ class CheckpointWeights(Weights):
     def ignore(self, *beginnings: str) -> None:
         """Allow tensors whose names begin so to be in the checkpoint unused."""
         self._unused = {name for name in self._unused if not name.startswith(beginnings)}
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Allow these tensors, which other ranks read, to be in the checkpoint unused."""
+        self._unused.difference_update(names)
 
     def finish(self) -> None:
         """Raise EngineStartError if the checkpoint has a tensor that no layer asked for.
@@ -245,6 +327,22 @@ class DummyWeights(Weights):
             tensor = tensor[:, columns.start : columns.stop].clone()
         return tensor
 
+    def packed_item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return random bytes; for scales, those of a small power of two."""
+        seed = zlib.crc32(f"{name}.{index}".encode()) ^ self._seed
+        generator = torch.Generator().manual_seed(seed)
+        item = torch.randint(256, shape[1:], dtype=torch.uint8, generator=generator)
+        if name.endswith("_scales"):
+            item.fill_(_DUMMY_SCALE)
+        return _part(item, rows, columns).clone().to(self.device)
+
 
 class NoWeights(Weights):
     """Shapes alone, for torch's meta device."""
@@ -258,6 +356,25 @@ class NoWeights(Weights):
         if columns is not None:
             shape = (shape[0], len(columns))
         return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def packed_item(
+        self,
+        name: str,
+        shape: Shape,
+        index: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Tensor:
+        """Return empty bytes in the shape that was asked for."""
+        item = torch.empty(shape[1:], dtype=torch.uint8, device=self.device)
+        return _part(item, rows, columns).contiguous()
+
+
+def _part(tensor: Tensor, rows: range | None, columns: range | None) -> Tensor:
+    """Return some rows or columns of a tensor, or all of it."""
+    if rows is not None:
+        return tensor[rows.start : rows.stop]
+    return tensor if columns is None else tensor[:, columns.start : columns.stop]
 
 
 def _names_in(index: Path) -> list[str]:

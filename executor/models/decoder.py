@@ -16,29 +16,48 @@ from torch import Tensor
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape
 from sidestep.executor.layers.attention import Attention
 from sidestep.executor.layers.experts import Experts
+from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, MlpSpec, RopeSpec
+from sidestep.ipc.model.cache_groups import cache_groups, layer_places
+from sidestep.ipc.model.layer_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    RopeSpec,
+    attention_of,
+)
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.recurrent_spec import DeltaSpec
 from sidestep.kernels.ops.rms_norm import NoNorm, RmsNorm, Stream
 
 
-def attention_shape(spec: ModelSpec, parallel: Parallel, stage: Stage) -> AttentionShape:
-    """Return the sizes of one rank's part of the model's attention."""
-    mixers = [layer.mixer for layer in layers_of(spec, stage)]
+def attention_shape(
+    spec: ModelSpec, parallel: Parallel, stage: Stage, max_model_len: int | None = None
+) -> AttentionShape:
+    """Return the sizes of one rank's part of the stage's attention.
+
+    max_model_len: tokens of the longest request; None for the most that the model takes.
+    """
+    longest = spec.max_position_embeddings if max_model_len is None else max_model_len
+    groups = cache_groups(spec.layers, longest)
+    mixers, any_one = attention_of(layers_of(spec, stage)), attention_of(spec.layers)[0]
     ropes = distinct_ropes(mixers)
     return AttentionShape(
         num_layers=len(mixers),
-        num_heads=len(parallel.share(mixers[0].num_heads)),
-        num_kv_heads=len(parallel.kv_heads(mixers[0].num_kv_heads)),
-        head_dim=mixers[0].head_dim,
+        num_heads=len(parallel.share(any_one.num_heads)),
+        num_kv_heads=len(parallel.kv_heads(any_one.num_kv_heads)),
+        head_dim=any_one.head_dim,
         windows=tuple(mixer.window for mixer in mixers),
         scales=tuple(mixer.scale for mixer in mixers),
+        softcaps=tuple(mixer.score_softcap for mixer in mixers),
+        has_sinks=any(mixer.sinks for mixer in mixers),
         tables=tuple(ropes.index(mixer.rope) for mixer in mixers),
+        places=layer_places(layers_of(spec, stage), groups, longest) if groups.windows else (),
     )
 
 
@@ -59,6 +78,18 @@ def layers_of(spec: ModelSpec, stage: Stage) -> tuple[LayerSpec, ...]:
 def first_of_each(parts: Sequence[Hashable]) -> list[int]:
     """Return where each of these is for the first time."""
     return [i for i, part in enumerate(parts) if part not in parts[:i]]
+
+
+def places_by_kind(kinds: Sequence[Hashable]) -> list[int]:
+    """Return how many of the same kind there are before each of these."""
+    return [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+
+
+def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
+    """Return what tells apart mixers of one model that need different kernels."""
+    if not isinstance(mixer, AttentionSpec):
+        return mixer
+    return mixer.window, mixer.score_softcap, mixer.sinks
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
@@ -96,7 +127,7 @@ def score_weight(spec: ModelSpec, weights: Weights) -> Tensor | None:
     # The softmax over the logits of two tokens is the sigmoid of their difference.
     name = "model.embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
     no, yes = (weights.get(name, size, rows=range(i, i + 1)) for i in pooling.head_token_ids)
-    return yes - no
+    return (yes - no) * spec.logits_scale
 
 
 class Layer:
@@ -106,7 +137,7 @@ class Layer:
     part added, on its way through the norm that comes after them.
 
     following: the norm after the layer, which is the next layer's first norm or the model's last.
-    local_index: index among the layers of this rank.
+    local_index: index among the layers of this rank that have the same kind of mixer.
     """
 
     def __init__(
@@ -126,16 +157,25 @@ class Layer:
             return hidden_norm(spec, weights, f"{name}.{own_name}") if own_name else None
 
         between = norm_before(spec, weights, name, layer.norms.before_mlp)
-        self._attention = Attention(
-            layer.mixer,
-            width,
-            weights,
-            f"{name}.self_attn",
-            between,
-            parallel,
-            norm_spec=spec.norm,
-            after=norm_after(layer.norms.after_mixer),
-        )
+        after = norm_after(layer.norms.after_mixer)
+        self._mixer: Attention | GatedDeltaNet
+        if isinstance(layer.mixer, AttentionSpec):
+            own = f"{name}.self_attn"
+            self._mixer = Attention(
+                layer.mixer,
+                width,
+                weights,
+                own,
+                between,
+                parallel,
+                norm_spec=spec.norm,
+                after=after,
+            )
+        else:
+            own, eps = f"{name}.linear_attn", spec.norm.eps
+            self._mixer = GatedDeltaNet(
+                layer.mixer, width, weights, own, between, parallel, norm_eps=eps, after=after
+            )
         after = norm_after(layer.norms.after_mlp)
         self._mlp = (
             Mlp(layer.mlp, width, weights, f"{name}.mlp", following, parallel, after)
@@ -145,16 +185,25 @@ class Layer:
 
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
-        self._mlp(self._attention.warm_up(stream))
+        self._mlp(self._mixer.warm_up(stream))
 
     def __call__(
-        self, stream: Stream, attention: AttentionBackend, rows: Tensor | None = None
+        self,
+        stream: Stream,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> Stream:
         """Return the stream after this layer.
 
-        rows: tokens of which more is needed than their keys and values (int [R]; None for all).
+        rows: tokens of which more is needed than their keys and values, or than the states after
+        them (int [R]; None for all). recurrent: the states, if the model has recurrent layers.
         """
-        return self._mlp(self._attention(stream, self._local_index, attention, rows))
+        if isinstance(self._mixer, Attention):
+            return self._mlp(self._mixer(stream, self._local_index, attention, rows))
+        assert recurrent is not None, "a recurrent layer needs states"
+        state = recurrent.states[self._local_index]
+        return self._mlp(self._mixer(stream, state, recurrent.rows, rows))
 
 
 class DecoderForCausalLM:
@@ -180,19 +229,23 @@ class DecoderForCausalLM:
             for i in stage.layers
         ]
         self._first_norm = norms[0]
+        # Not those of the norm's weights, which may be float32.
+        self._stream_type = (spec.hidden_size, weights.dtype, weights.device)
         # A stage sends on the stream itself. The norm that its last product is given is never used,
         # so any norm will do: the right one belongs to another stage.
         following = [
             *norms[1:],
             hidden_norm(spec, weights, "model.norm") if stage.is_last else norms[0],
         ]
-        self._layers = [
-            Layer(spec, weights, index, local_index, following[local_index], parallel)
-            for local_index, index in enumerate(stage.layers)
-        ]
         own = layers_of(spec, stage)
-        self._kinds = [(layer.mixer.window, layer.mlp) for layer in own]
-        self._mlps = [self._layers[i] for i in first_of_each([layer.mlp for layer in own])]
+        places = places_by_kind([type(layer.mixer) for layer in own])
+        self._layers = [
+            Layer(spec, weights, index, place, norm, parallel)
+            for index, place, norm in zip(stage.layers, places, following, strict=True)
+        ]
+        self._kinds = [(kernels_of(layer.mixer), layer.mlp) for layer in own]
+        products = [(type(layer.mixer), layer.mlp) for layer in own]
+        self._distinct = [self._layers[i] for i in first_of_each(products)]
         """Layers whose products differ."""
         self._head: VocabParallelHead | None = None
         self._score: Tensor | None = None
@@ -205,14 +258,17 @@ class DecoderForCausalLM:
                 if tied and embedded is not None
                 else shard("model.embed_tokens" if tied else "lm_head")
             )
-            self._head = VocabParallelHead(output, spec.vocab_size, parallel, spec.logits_softcap)
+            self._head = VocabParallelHead(
+                output, spec.vocab_size, parallel, spec.logits_scale, spec.logits_softcap
+            )
 
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:
         """Keep, within the context, only layers that differ in the kernels that they need.
 
-        They are two layers for each width of window and kind of MLP (the first layer of all takes a
-        stream whose norm has not begun), and the last layer, which goes on with fewer tokens.
+        They are two layers for each kind of mixer, with each width of window, and kind of MLP (the
+        first layer of all takes a stream whose norm has not begun), and the last layer, which goes
+        on with fewer tokens.
         """
         layers, kinds = self._layers, self._kinds
         found = {
@@ -232,15 +288,20 @@ class DecoderForCausalLM:
         """
         norm = self._first_norm
         for num_tokens in sizes:
-            for layer in self._mlps:
-                layer.warm_up(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
+            for layer in self._distinct:
+                layer.warm_up(Stream(self._zeros(num_tokens), norm))
             if with_head and self._head is not None:
-                self.logits(Stream(norm.weight.new_zeros(num_tokens, len(norm.weight)), norm))
+                self.logits(Stream(self._zeros(num_tokens), norm))
+
+    def _zeros(self, num_tokens: int) -> Tensor:
+        """Return memory like the residual stream's, [T, D]."""
+        width, dtype, device = self._stream_type
+        return torch.zeros(num_tokens, width, dtype=dtype, device=device)
 
     def new_logits(self, rows: int) -> Tensor:
         """Return memory for the logits of up to this many tokens."""
         assert self._head is not None
-        return self._head.new_logits(rows, self._first_norm.weight)
+        return self._head.new_logits(rows, self._zeros(0))
 
     def __call__(
         self,
@@ -248,25 +309,33 @@ class DecoderForCausalLM:
         attention: AttentionBackend,
         logits_rows: Tensor | None,
         out: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
     ) -> Tensor:
         """Return logits [R, V] of some of the tokens token_ids int [T].
 
         logits_rows: indices of these tokens, int [R]; None for all. out: the first R rows of
-        new_logits, which the logits are written to; on a GPU only.
+        new_logits, which the logits are written to; on a GPU only. recurrent: see `states`.
         """
-        return self.logits(self.states(token_ids, attention, logits_rows), out)
+        return self.logits(self.states(token_ids, attention, logits_rows, recurrent), out)
 
-    def states(self, inputs: Tensor, attention: AttentionBackend, rows: Tensor | None) -> Stream:
+    def states(
+        self,
+        inputs: Tensor,
+        attention: AttentionBackend,
+        rows: Tensor | None,
+        recurrent: RecurrentStep | None = None,
+    ) -> Stream:
         """Return the residual stream after this rank's last layer, of the tokens at `rows`.
 
         rows: int [R]; None for all. inputs: token ids int [T]; in a stage that is not the first,
-        the stream [T, D] that the stage before has sent, which may be written over.
+        the stream [T, D] that the stage before has sent, which may be written over. recurrent: the
+        states of this rank's recurrent layers, if there are any.
         """
         norm = self._first_norm
         stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
         for layer in self._layers[:-1]:
-            stream = layer(stream, attention)
-        return self._layers[-1](stream, attention, rows)
+            stream = layer(stream, attention, None, recurrent)
+        return self._layers[-1](stream, attention, rows, recurrent)
 
     def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
         """Return logits [R, V] of what `states` returned, or of some of its rows.

@@ -10,6 +10,8 @@ import torch
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.layers.checkpoints import open_checkpoint
+from sidestep.executor.layers.experts import experts_elsewhere
+from sidestep.executor.layers.packed_experts import unpack_experts
 from sidestep.executor.layers.weight_loader import CheckpointWeights, DummyWeights, NoWeights
 from sidestep.executor.models.decoder import (
     DecoderForCausalLM,
@@ -21,6 +23,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.layer_spec import ExpertsSpec, attention_of
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 
@@ -30,6 +33,16 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Checkpoint names of the embedding's weight and of the head's."""
 BODY = "model."
 """Beginning of the names of all weights but the head's."""
+MULTIMODAL = "ForConditionalGeneration"
+"""End of the names of architectures whose language model is one part of them."""
+_TEXT_PARTS = {
+    "language_model.model.": BODY,
+    "model.language_model.": BODY,
+    "language_model.lm_head.": "lm_head.",
+    "lm_head.": "lm_head.",
+}
+"""Beginnings of the language model's names in such a checkpoint, older and newer ones, and what
+they are in a checkpoint of the language model alone."""
 
 
 def pick_device(args: WorkerArgs) -> torch.device:
@@ -92,11 +105,14 @@ def load_model(
         return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
     with open_checkpoint(spec.path, args.model.load_format, dtype, device) as weights:
         if spec.pooling is not None and EMBEDDING.removeprefix(BODY) in weights:
-            weights.put_below(BODY)
+            weights.rename(lambda name: f"{BODY}{name}")
+        if spec.architecture.endswith(MULTIMODAL):
+            weights.rename(text_name)
+        find_experts(weights, spec, stage, parallel)
         if spec.tie_word_embeddings:
             spec = tie_as_found(spec, weights, stage, tells=args.rank_in_stage == 0)
         model: DecoderForCausalLM = build(spec, weights, parallel, stage)
-        weights.ignore(*weights_elsewhere(spec, stage))
+        weights.ignore(*weights_elsewhere(spec, stage), *spec.unused_weights)
         weights.finish()
     return model
 
@@ -115,6 +131,26 @@ def model_class(architecture: str) -> type[DecoderForCausalLM]:
             f"by a worker: {error}"
         ) from None
     return found
+
+
+def find_experts(
+    weights: CheckpointWeights, spec: ModelSpec, stage: Stage, parallel: Parallel
+) -> None:
+    """Unpack the experts of a stage's layers, and leave those to other ranks that they have."""
+    for index, layer in zip(stage.layers, layers_of(spec, stage), strict=True):
+        if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.stored == "apart":
+            name = f"{BODY}layers.{index}"
+            unpack_experts(weights, name, layer.mlp, spec.hidden_size)
+            own = f"{name}.{layer.mlp.names.layer}"
+            weights.leave(experts_elsewhere(layer.mlp, own, parallel))
+
+
+def text_name(name: str) -> str | None:
+    """Return the name that a tensor has in the language model alone; None for other parts."""
+    for beginning, own in _TEXT_PARTS.items():
+        if name.startswith(beginning):
+            return own + name.removeprefix(beginning)
+    return None
 
 
 def tie_as_found(
@@ -143,7 +179,7 @@ def tie_as_found(
 
 def load_rotary(args: WorkerArgs, device: torch.device) -> list[RotaryTable]:
     """Return cos and sin of every position that a request may reach, for each embedding once."""
-    mixers = [layer.mixer for layer in layers_of(args.spec, args.stage)]
+    mixers = attention_of(layers_of(args.spec, args.stage))
     return [
         RotaryTable(rope, mixers[0].head_dim, args.max_model_len, device)
         for rope in distinct_ropes(mixers)

@@ -6,6 +6,7 @@ from sidestep.executor.layers.fused_weights import FusedWeights, gate_up
 from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 
@@ -17,7 +18,7 @@ class Phi3ForCausalLM(DecoderForCausalLM):
         self, spec: ModelSpec, weights: Weights, parallel: Parallel, stage: Stage | None = None
     ) -> None:
         """Build the layers from the fused matrices."""
-        mixer = spec.layers[0].mixer
+        mixer = attention_of(spec.layers)[0]
         kv_rows = mixer.num_kv_heads * mixer.head_dim
         qkv = {"q_proj": mixer.num_heads * mixer.head_dim, "k_proj": kv_rows, "v_proj": kv_rows}
         fused = FusedWeights(weights, {"qkv_proj": qkv, **gate_up(spec.layers[0].mlp.width)})

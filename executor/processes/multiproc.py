@@ -90,6 +90,7 @@ class MultiprocExecutor(Executor):
         ready = [self._ready[rank] for rank in range(self._world)]
         return WorkerReady(
             num_kv_blocks=min(r.num_kv_blocks for r in ready),
+            num_states=min(r.num_states for r in ready),
             block_size=ready[0].block_size,
             device_type=ready[0].device_type,
             device=ready[0].device,

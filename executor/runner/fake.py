@@ -20,7 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from sidestep.executor.base import WorkerReady
-from sidestep.executor.runner.fake_parts import FakePooler, FakeProfile
+from sidestep.executor.runner.fake_parts import (
+    HASH_BITS,
+    FakePooler,
+    FakeProfile,
+    FakeStates,
+    FakeWindow,
+    chain,
+)
 from sidestep.executor.runner.runner import DoneOutput, PendingOutput, WorkerArgs
 from sidestep.executor.runner.step_order import StepOrder
 from sidestep.executor.runner.worker_calls import CallRefusedError
@@ -45,24 +52,14 @@ from sidestep.ipc.transport.worker_calls import (
 )
 
 _NO_IDS = np.empty(0, np.int32)
-_MASK = (1 << 61) - 1
-"""The bits that a hash keeps."""
 DEFAULT_BLOCKS = 8192
 DEFAULT_BLOCK_SIZE = 16
 """Tokens in a KV block."""
 
 
-def chain(previous: int, token: int) -> int:
-    """Return the hash of a context that ends with `token`.
-
-    previous: the hash of the context before that token.
-    """
-    return (previous * 1_000_003 + token * 8_191 + 12_345) & _MASK
-
-
 def next_token(context_hash: int, seed: int, vocab_size: int) -> int:
     """Return the token that follows a context."""
-    return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & _MASK) % 1_000_000_007 % vocab_size
+    return ((context_hash ^ (seed * 0x9E3779B97F4A7C15)) & HASH_BITS) % 1_000_000_007 % vocab_size
 
 
 def candidates(context_hash: int, count: int, vocab_size: int) -> list[tuple[float, int]]:
@@ -228,6 +225,10 @@ class FakeRunner(StepOrder[_FakeStep]):
         """Known and sampled tokens; -1 for tokens that are in the cache and were not sent."""
         self._records = empty_tables(slots)
         self._blocks: list[list[int]] = [[] for _ in range(slots)]
+        groups = args.cache_groups
+        self._has_full = groups.has_full
+        self._windows = [FakeWindow(window, slots) for window in groups.windows]
+        self._states = FakeStates()
         self._num_computed = [0] * slots
         self._known_from = [0] * slots
         """The beat from which on the first stage of a pipeline would know the last token."""
@@ -262,6 +263,9 @@ class FakeRunner(StepOrder[_FakeStep]):
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._cache[target] = self._cache[source].copy()
 
+    def _copy_states(self, sources: Int32, targets: Int32) -> None:
+        self._states.copy(sources, targets)
+
     def _receive(self, work: _FakeStep) -> None:
         """Wait, on the device's clock, for what the first stage needs of the last one."""
         work.start, work.end = self._device.launch(work.step.beat)
@@ -273,6 +277,14 @@ class FakeRunner(StepOrder[_FakeStep]):
         for slot, new_blocks in zip(slots, step.num_new_blocks.tolist(), strict=True):
             self._blocks[slot] += block_ids[used : used + new_blocks]
             used += new_blocks
+        for window, slot, index, block in zip(
+            (step.placed_groups - 1).tolist(),
+            step.placed_slots.tolist(),
+            step.placed_indices.tolist(),
+            step.placed_blocks.tolist(),
+            strict=True,
+        ):
+            self._windows[window].blocks[slot][index] = block
         # A row may read a block that another row of the same step writes. A model computes all rows
         # layer by layer. Here the row that begins at the lower position goes first, since the other
         # begins after what it writes.
@@ -391,9 +403,7 @@ class FakeRunner(StepOrder[_FakeStep]):
         left = self._records["max_total"][slot] - first - count
         assert left >= 0, "a row behind the end of its request"
         num = min(step.num_drafts, len(drafts), left)
-        states = self._compute_tokens(
-            slot, [*tokens[first : first + count], *drafts[:num]], step.beat
-        )
+        states = self._compute_tokens(step, slot, tokens[first : first + count], drafts[:num])
         self._num_computed[slot] = first + count
         if self._pooler is not None:
             self._pooler.add(slot, first, states)
@@ -450,18 +460,31 @@ class FakeRunner(StepOrder[_FakeStep]):
         first, size = self._num_computed[slot], self._block_size
         if not first:
             return 0
-        return self._cache[self._blocks[slot][(first - 1) // size]][(first - 1) % size]
+        blocks = self._blocks[slot] if self._has_full else self._windows[0].blocks[slot]
+        return self._cache[blocks[(first - 1) // size]][(first - 1) % size]
 
-    def _compute_tokens(self, slot: int, tokens: list[int], beat: int) -> list[int]:
+    def _compute_tokens(
+        self, step: StepInput, slot: int, tokens: list[int], drafts: list[int]
+    ) -> list[int]:
         """Compute tokens behind those computed before, and return the hash at each of them."""
         first, num_known = self._num_computed[slot], self._records["num_known"][slot]
         blocks, size = self._blocks[slot], self._block_size
-        assert first + len(tokens) <= num_known or self._known_from[slot] <= beat, (
+        tokens = [*tokens, *drafts]
+        assert first + len(tokens) <= num_known or self._known_from[slot] <= step.beat, (
             "the first stage has not got its token"
         )
         state, states = self._state_before(slot), []
+        known = [*self._tokens[slot][:first], *tokens] if self._windows else []
         for position, token in enumerate(tokens, first):
             state = chain(state, token)
-            self._cache[blocks[position // size]][position % size] = state
+            if self._has_full:
+                self._cache[blocks[position // size]][position % size] = state
+            for window in self._windows:
+                self._cache[window.blocks[slot][position // size]][position % size] = state
+                window.check(self._cache, slot, position, known)
             states.append(state)
+        own = int(self._records["state"][slot])
+        if own >= 0:
+            before = self._state_before(slot)
+            self._states.compute(step, slot, own, before, states, len(drafts))
         return states

@@ -1,8 +1,9 @@
-"""Parts of the fake device: its profiles, in the form of torch's, and the vectors of prompts."""
+"""Parts of the fake device: groups with a window, profiles in the form of torch's, and vectors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -11,8 +12,78 @@ from sidestep.executor.runner.profile_files import make_folder, profile_file
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.model.pooling_spec import PoolingSpec
-from sidestep.ipc.transport.step import Float32, StepInput
+from sidestep.ipc.transport.step import Float32, Int32, StepInput
 from sidestep.ipc.transport.worker_calls import CallResult, StartProfile, StopProfile
+
+HASH_BITS = (1 << 61) - 1
+"""The bits that a hash keeps."""
+
+
+def chain(previous: int, token: int) -> int:
+    """Return the hash of a context that ends with `token`.
+
+    previous: the hash of the context before that token.
+    """
+    return (previous * 1_000_003 + token * 8_191 + 12_345) & HASH_BITS
+
+
+class FakeWindow:
+    """A cache group with a window. Each token must find what its window reaches."""
+
+    def __init__(self, window: int, slots: int) -> None:
+        self._window = window
+        self.blocks: list[dict[int, int]] = [{} for _ in range(slots)]
+        """By slot, the block of each index."""
+
+    def check(self, cache: list[list[int]], slot: int, position: int, tokens: list[int]) -> None:
+        """Raise AssertionError if the token at a position does not find the tokens before it.
+
+        cache: the hashes in each block. tokens: those of the slot, -1 where they are not known.
+        """
+        blocks, size = self.blocks[slot], len(cache[0])
+        reached = range(max(0, position - self._window + 1), position + 1)
+        states = [cache[blocks[at // size]][at % size] for at in reached]
+        for at, (before, state) in zip(reached[1:], pairwise(states), strict=True):
+            if tokens[at] >= 0:
+                assert state == chain(before, tokens[at]), "a block of the window is another's"
+
+
+class FakeStates:
+    """States of recurrent layers: each has the hash of the tokens that it has taken in."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, list[int]] = {}
+        """By state, the hash at the row's last token that is no draft, and at each draft."""
+
+    def copy(self, sources: Int32, targets: Int32) -> None:
+        """Copy the states that a step names."""
+        pairs = zip(sources.tolist(), targets.tolist(), strict=True)
+        self._states |= {target: self._states[source] for source, target in pairs}
+
+    def compute(
+        self,
+        step: StepInput,
+        slot: int,
+        own: int,
+        before: int,
+        states: Sequence[int],
+        num_drafts: int,
+    ) -> None:
+        """Take a row's tokens in.
+
+        Raises AssertionError if the state is not that of the tokens before. before, states: hashes
+        of the context before the row, and at each of its tokens. num_drafts: drafts among them.
+        """
+        assert before == 0 or before in self._states[own], "the state of other tokens"
+        self._states[own] = list(states[-1 - num_drafts :])
+        for saved, count, target in zip(
+            step.saved_slots.tolist(),
+            step.saved_counts.tolist(),
+            step.saved_states.tolist(),
+            strict=True,
+        ):
+            if saved == slot:
+                self._states[target] = [states[count - 1]]
 
 
 class FakeProfile:

@@ -16,11 +16,25 @@ from sidestep.ipc.transport.step import StepInput
 class HostTables:
     """Rows of requests, by slot."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int = 1,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        """Begin with empty rows.
+
+        num_groups: cache groups of the model. has_states: whether it has recurrent layers.
+        """
+        self.has_states = has_states
         max_blocks = -(-max_model_len // block_size)
         # Large but mostly untouched: memory is taken only for what requests fill.
         self.token_ids = np.zeros((num_slots, max_model_len), np.int32)
-        self.block_table = np.zeros((num_slots, max_blocks), np.int32)
+        self.block_tables = np.zeros((num_groups, num_slots, max_blocks), np.int32)
+        """[groups, slots, blocks of the longest request]"""
         self.records = empty_tables(num_slots)
         self.num_known = self.records["num_known"]
         self.num_prompt = self.records["num_prompt"]
@@ -35,6 +49,7 @@ class HostTables:
         self.max_total = self.records["max_total"]
         self.max_drafts = self.records["max_drafts"]
         self.num_blocks = np.zeros(num_slots, np.int32)
+        """[slots] Blocks in the tables of the group of full attention."""
         self.entries = np.zeros(num_slots, np.int64)
         self._num_entries = 0
         self.stop_ids: list[np.ndarray[tuple[int], np.dtype[np.int32]]] = [
@@ -47,6 +62,9 @@ class HostTables:
             self._enter(step)
         if len(step.block_ids):
             self._append_blocks(step)
+        if len(step.placed_slots):
+            entries = step.placed_groups, step.placed_slots, step.placed_indices
+            self.block_tables[entries] = step.placed_blocks
 
     def _enter(self, step: StepInput) -> None:
         slots = step.entering["slot"]
@@ -64,5 +82,5 @@ class HostTables:
         rows = np.repeat(step.slots, counts)
         first = np.repeat(np.cumsum(counts) - counts, counts)
         columns = self.num_blocks[rows] + np.arange(len(rows)) - first
-        self.block_table[rows, columns] = step.block_ids
+        self.block_tables[0, rows, columns] = step.block_ids
         self.num_blocks[step.slots] += counts

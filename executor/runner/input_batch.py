@@ -13,6 +13,29 @@ from sidestep.executor.runner.host_tables import HostTables
 from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 
+class Saves(NamedTuple):
+    """States of recurrent layers that rows of a step save, S of them, row by row."""
+
+    starts: Int64
+    """[R + 1] Index in S of each row's first."""
+    offsets: Int32
+    """[S] Tokens of the row behind which the state is saved; ascending in a row."""
+    targets: Int32
+    """[S] The states that they are saved in."""
+
+
+_NO_SAVES = Saves(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+def saves_of(step: StepInput) -> Saves:
+    """Return the states that the rows of a step save, in the order of its rows."""
+    row_of = {slot: row for row, slot in enumerate(step.slots.tolist())}
+    rows = np.array([row_of[slot] for slot in step.saved_slots.tolist()], np.int64)
+    order = np.lexsort((step.saved_counts, rows))
+    starts = np.searchsorted(rows[order], np.arange(len(step.slots) + 1))
+    return Saves(starts, step.saved_counts[order], step.saved_states[order])
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostBatch:
     """A step as the host knows it: all but the ids of sampled tokens. R rows, T tokens.
@@ -43,6 +66,8 @@ class HostBatch:
     """[R] Whether this step computes the last known token of a row, so that it samples."""
     num_drafts: Int32 | None = None
     """[R] Drafts among each row's tokens, its last ones; None if no row has any."""
+    saves: Saves = _NO_SAVES
+    """States of recurrent layers that rows save."""
 
     @property
     def total_tokens(self) -> int:
@@ -60,15 +85,14 @@ class HostBatch:
 
     @cached_property
     def block_tables(self) -> Int32:
-        """[R, max_blocks]."""
-        return self.state.block_table[self.slots]
+        """[G, R, max_blocks] G cache groups."""
+        return self.state.block_tables[:, self.slots]
 
     @cached_property
     def slot_mapping(self) -> Int64:
-        """[T] Block id * block size + offset of each token in the cache."""
-        blocks = self.state.block_table[self.row_slots, self.positions // self.block_size].astype(
-            np.int64
-        )
+        """[G, T] Block id * block size + offset of each token in the cache, by cache group."""
+        tables, indices = self.state.block_tables, self.positions // self.block_size
+        blocks = tables[:, self.row_slots, indices].astype(np.int64)
         return blocks * self.block_size + self.positions % self.block_size
 
     @cached_property
@@ -172,4 +196,5 @@ def make_batch(
         token_ids=token_ids,
         samples=seq_lens >= state.num_known[slots],
         num_drafts=num_drafts,
+        saves=saves_of(step) if state.has_states else _NO_SAVES,
     )

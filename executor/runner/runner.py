@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.worker_calls import answer_call
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.cache_groups import CacheGroups, cache_groups
+from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
@@ -47,6 +49,17 @@ class WorkerArgs:
     def stage(self) -> Stage:
         """The layers of this rank."""
         return self.parallel.stage(self.spec, self.rank)
+
+    @property
+    def stage_layers(self) -> tuple[LayerSpec, ...]:
+        """The specifications of the layers of this rank."""
+        own = self.stage.layers
+        return self.spec.layers[own.start : own.stop]
+
+    @property
+    def cache_groups(self) -> CacheGroups:
+        """The cache groups of the model."""
+        return cache_groups(self.spec.layers, self.max_model_len)
 
     @property
     def rank_in_stage(self) -> int:

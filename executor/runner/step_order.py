@@ -33,6 +33,8 @@ class StepOrder(Runner, Generic[Work]):
         work = self._enter(step)
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
+        if len(step.state_copy_sources):
+            self._copy_states(step.state_copy_sources, step.state_copy_targets)
         # 2. This rank's layers, and the tokens of rows that wait for nothing.
         self._receive(work)
         self._compute(work)
@@ -55,6 +57,10 @@ class StepOrder(Runner, Generic[Work]):
     @abc.abstractmethod
     def _copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copy blocks of the KV cache."""
+
+    @abc.abstractmethod
+    def _copy_states(self, sources: Int32, targets: Int32) -> None:
+        """Copy states of recurrent layers."""
 
     @abc.abstractmethod
     def _receive(self, work: Work) -> None:

@@ -9,7 +9,7 @@ import msgspec
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineStartError, ValidationError, WorkerCallError
-from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.config import EngineConfig, with_whole_experts
 from sidestep.ipc.model.model_spec import difference, load_model_spec
 from sidestep.ipc.transport.worker_calls import (
     ApplyWeights,
@@ -137,6 +137,8 @@ class EngineControl:
             return
         try:
             new = load_model_spec(folder, self._config.model.hf_overrides)
+            if self._config.parallel.enable_expert_parallel:
+                new = with_whole_experts(new)
         except EngineStartError as error:
             raise ValidationError("path", str(error)) from None
         for name, value in msgspec.structs.asdict(self._config.spec).items():

@@ -14,6 +14,7 @@ import msgspec
 from sidestep.frontend.planning.machine import GpuInfo, Machine, this_machine
 from sidestep.frontend.planning.topology import Size, sizes
 from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.config import with_whole_experts
 from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
 
@@ -41,6 +42,8 @@ def run_topology(parsed: argparse.Namespace) -> int:
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
     path = resolve_model_path(model.model, model.revision, _FILES)
     spec = load_model_spec(path, model.hf_overrides)
+    if getattr(parsed, "enable_expert_parallel", False):
+        spec = with_whole_experts(spec)
     dtype = _dtype(model, spec, machine)
     limit = (
         model.max_model_len

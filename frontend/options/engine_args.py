@@ -18,7 +18,7 @@ from sidestep.frontend.options.option_flags import add_option_flags, option_valu
 from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.logs import LogConfig
-from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.config import EngineConfig, with_whole_experts
 from sidestep.ipc.config_sections import (
     CacheConfig,
     FrontendConfig,
@@ -57,23 +57,23 @@ class EngineArgs(
         tokenizer_path = self._tokenizer_path(path)
         generation = self.read_generation_config(path)
         eos = read_tokenizer_eos(tokenizer_path) if tokenizer_path is not None else ()
+        spec = load_model_spec(
+            path,
+            self.hf_overrides,
+            generation,
+            eos,
+            runner=self.runner,
+            pooler=self.pooler_config,
+        )
+        if self.enable_expert_parallel:
+            spec = with_whole_experts(spec)
         return EngineConfig(
             model=self._section(ModelConfig),
             cache=self._section(CacheConfig),
             scheduler=self._section(SchedulerConfig),
             parallel=self._section(ParallelConfig),
             frontend=self._section(FrontendConfig),
-            spec=with_head_tokens(
-                load_model_spec(
-                    path,
-                    self.hf_overrides,
-                    generation,
-                    eos,
-                    runner=self.runner,
-                    pooler=self.pooler_config,
-                ),
-                tokenizer_path,
-            ),
+            spec=with_head_tokens(spec, tokenizer_path),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),
             sampling_defaults=generation.sampling,

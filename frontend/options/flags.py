@@ -56,6 +56,7 @@ _TOPOLOGY_FLAGS = (
     "hf_overrides",
     "gpu_memory_utilization",
     "block_size",
+    "enable_expert_parallel",
 )
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")
 

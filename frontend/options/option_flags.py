@@ -17,6 +17,7 @@ _ALIASES = {
     "tensor_parallel_size": ["-tp"],
     "pipeline_parallel_size": ["-pp"],
     "data_parallel_size": ["-dp"],
+    "enable_expert_parallel": ["-ep"],
     "model": ["-m"],
     "speculative_config": ["-sc"],
 }

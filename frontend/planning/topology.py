@@ -16,6 +16,7 @@ from sidestep.frontend.planning.machine import Machine
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import check_tensor_parallel
 from sidestep.ipc.config_sections import CacheConfig, SchedulerConfig
+from sidestep.ipc.model.cache_groups import cache_groups
 from sidestep.ipc.model.cache_sizes import (
     CPU_BLOCK_SIZE,
     CPU_CACHE_BYTES,
@@ -23,7 +24,12 @@ from sidestep.ipc.model.cache_sizes import (
     GPU_MARGIN_BYTES,
 )
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
-from sidestep.ipc.model.model_size import layers_size, num_parameters, table_size
+from sidestep.ipc.model.model_size import (
+    block_values,
+    layers_size,
+    num_parameters,
+    table_size,
+)
 from sidestep.ipc.model.model_spec import ModelSpec
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -103,29 +109,30 @@ def _size(
     item: bytes of a number.
     """
     layers = split_layers(spec, pp)
-    stages = [Shard(spec, tp, stage_of(layers, i)) for i in range(pp)]
+    stages = [Shard(spec, tp, stage_of(layers, i), max_model_len) for i in range(pp)]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
-    tokens = max(
-        0,
-        min(
-            (_room(machine, cache) - stage.weights * item - working) // (stage.kv_per_token * item)
-            for stage in stages
-        ),
-    )
+    room = [_room(machine, cache) - stage.weights * item - working for stage in stages]
     if not machine.gpus:
-        tokens = min(
-            tokens,
-            min(CPU_CACHE_BYTES, machine.memory_bytes // 4) // (stages[0].kv_per_token * item),
-        )
-    tokens = min(
-        tokens,
-        SchedulerConfig().limits("cuda" if machine.gpus else "cpu").max_num_seqs * max_model_len,
+        room = [min(one, CPU_CACHE_BYTES, machine.memory_bytes // 4) for one in room]
+    limits = SchedulerConfig().limits("cuda" if machine.gpus else "cpu")
+    block_size = cache.block_size or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
+    # A stage of recurrent layers alone has no keys and values.
+    blocks = min(
+        max(0, bytes_left) // (stage.kv_per_token * item * block_size)
+        for stage, bytes_left in zip(stages, room, strict=True)
+        if stage.kv_per_token
     )
-    tokens -= tokens % (cache.block_size or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE))
+    # The tokens of requests of full length: shorter ones have blocks in all groups for all tokens.
+    full = -(-max_model_len // block_size) * block_size
+    own = cache_groups(spec.layers, max_model_len).blocks_of(
+        full, block_size, limits.max_tokens_ahead
+    )
+    tokens = min(blocks * full // own, limits.max_num_seqs * max_model_len)
+    tokens -= tokens % block_size
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
     read, kept = (
         sum(s.read for s in stages) * item,
-        sum(s.kv_per_token for s in stages) * item * tokens,
+        sum(s.kv_per_token for s in stages) * item * block_size * (tokens * own // full),
     )
     return Size(
         tensor_parallel_size=tp,
@@ -144,14 +151,18 @@ def _size(
 class Shard:
     """One rank's part of the model, in counts of numbers, not bytes."""
 
-    def __init__(self, spec: ModelSpec, tp: int, stage: Stage) -> None:
+    def __init__(
+        self, spec: ModelSpec, tp: int, stage: Stage, max_model_len: int | None = None
+    ) -> None:
+        """Count the rank's part. max_model_len: tokens of the longest request, if it is bounded."""
         first, last = stage.is_first, stage.is_last
         layers = spec.layers[stage.layers.start : stage.layers.stop]
         size = layers_size(spec, tp, layers)
         self.weights = num_parameters(spec, tp, layers, first=first, last=last)
         self.read = size.active + size.vectors + last * (spec.hidden_size + table_size(spec, tp))
         """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
-        self.kv_per_token = size.kv_per_token
+        self.kv_per_token = block_values(spec, tp, layers, max_model_len)
+        """Keys and values of a token in a block, which is all that a token has in one group."""
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:

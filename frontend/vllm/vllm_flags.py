@@ -16,7 +16,6 @@ _SHORT = {
     "optimization_level": "-O",
     "quantization": "-q",
     "compilation_config": "-cc",
-    "enable_expert_parallel": "-ep",
 }
 
 

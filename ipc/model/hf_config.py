@@ -29,10 +29,10 @@ class HfConfig:
     ) -> None:
         """Merge the overrides into the file's values. path: the model's folder."""
         self.path = path
-        self.overridden = frozenset(overrides or ())
-        """Top-level fields that the user has set."""
-        self._in_file = frozenset(values)
-        self._values = _merged(values, overrides or {})
+        self.overridden = frozenset(_of_text(overrides or {}))
+        """Fields that the user has set, top-level ones or those of the language model."""
+        self._in_file = frozenset(_of_text(values))
+        self._values = _merged(_of_text(values), _of_text(overrides or {}))
         self._asked = set(_ROPE_NAMES)
         self._source = "config.json with hf_overrides" if overrides else "config.json"
 
@@ -61,6 +61,11 @@ class HfConfig:
         """Return the field unchecked; None if it is missing."""
         self._asked.add(name)
         return self._values.get(name)
+
+    def assume(self, defaults: Mapping[str, Any]) -> None:
+        """Count these values for missing fields, in a family whose files leave defaults out."""
+        given = {name: value for name, value in self._values.items() if value is not None}
+        self._values = {**defaults, **given}
 
     def whole(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """Return a whole number.
@@ -158,6 +163,19 @@ def token_ids(value: object, name: str) -> tuple[int, ...]:
                 f"model: {name} must be a token id or a list of them, not {value!r}"
             )
     return tuple(ids)
+
+
+def _of_text(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the language model, which some files have apart, in text_config.
+
+    They count before the fields around them.
+    """
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        return dict(values)
+    outer = {name: value for name, value in values.items() if name != "text_config"}
+    own = {name: value for name, value in text.items() if name != "architectures"}
+    return outer | own
 
 
 def _merged(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

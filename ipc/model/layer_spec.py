@@ -8,57 +8,26 @@ CUDA graphs and the workers' KV caches all count from here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-
-@dataclass(frozen=True, kw_only=True)
-class LayerSize:
-    """Counts of a layer or of one of its parts, or of one rank's share; numbers, not bytes."""
-
-    matrices: int = 0
-    """Weights of products."""
-    active: int = 0
-    """Weights of products that one token is multiplied with."""
-    vectors: int = 0
-    """Biases, and the weights of norms."""
-    kv_per_token: int = 0
-    """Keys and values of a token in the cache."""
-    widest: int = 0
-    """Most numbers of a token that are in memory between two products."""
-
-    @property
-    def parameters(self) -> int:
-        """All weights."""
-        return self.matrices + self.vectors
-
-    def __add__(self, other: LayerSize) -> LayerSize:
-        return LayerSize(
-            matrices=self.matrices + other.matrices,
-            active=self.active + other.active,
-            vectors=self.vectors + other.vectors,
-            kv_per_token=self.kv_per_token + other.kv_per_token,
-            widest=max(self.widest, other.widest),
-        )
-
+from sidestep.ipc.model.layer_size import Divided, LayerSize
+from sidestep.ipc.model.recurrent_spec import DeltaSpec
 
 Activation = Literal["silu", "gelu_tanh"]
 """Activations of an MLP's gate, with the names of torch; gelu_tanh is its approximation by tanh."""
 
 
-class Divided(msgspec.Struct, frozen=True):
-    """A number that tensor-parallel ranks share out."""
+class ClampedSwiglu(msgspec.Struct, frozen=True, kw_only=True):
+    """The activation of gpt-oss, which also adds 1: (up + 1) * gate * sigmoid(alpha * gate).
 
-    name: str
-    count: int
-    may_repeat: bool = False
-    """Whether several ranks may have the same one, where there are fewer than ranks."""
+    Before it, the gate is cut to at most `limit`, and up to between -limit and limit.
+    """
 
-    def fits(self, num_ranks: int) -> bool:
-        """Return whether that many ranks can share it out."""
-        return self.count % num_ranks == 0 or (self.may_repeat and num_ranks % self.count == 0)
+    alpha: float
+    limit: float
 
 
 class RopeSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,6 +66,15 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """RMSNorm over the q of all heads together, and over their k, before the rotary embedding."""
     given_scale: float | None = None
     """The scale, if it is not the usual one."""
+    gate: bool = False
+    """Whether the result of each head is multiplied with the sigmoid of a gate of its own.
+
+    The q projection has the rows of a head's gate behind those of its query.
+    """
+    score_softcap: float | None = None
+    """The bound c of the scores: a score s becomes c * tanh(s / c)."""
+    sinks: bool = False
+    """Whether each query head has a learnt score that only the softmax's denominator has."""
 
     @property
     def scale(self) -> float:
@@ -115,16 +93,18 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         """Return the size of one rank's part."""
         dim = self.head_dim
         heads, kv_heads = self.num_heads // num_ranks, max(1, self.num_kv_heads // num_ranks)
-        matrices = hidden_size * dim * (2 * heads + 2 * kv_heads)
+        projected = (1 + self.gate) * heads + 2 * kv_heads
+        matrices = hidden_size * dim * (projected + heads)
         return LayerSize(
             matrices=matrices,
             active=matrices,
-            vectors=self.bias * dim * (heads + 2 * kv_heads)
+            vectors=self.bias * dim * projected
             + self.output_bias * hidden_size
             + 2 * dim * self.head_norms
+            + heads * self.sinks
             + dim * (heads + kv_heads) * self.row_norms,
             kv_per_token=kv_per_token(kv_heads, dim),
-            widest=dim * (2 * heads + 2 * kv_heads),
+            widest=dim * (projected + heads),
         )
 
 
@@ -171,16 +151,33 @@ class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Factor on the weights."""
     bias: bool = False
     """Whether a bias of each expert is added to the scores, for the choice alone."""
+    product_bias: bool = False
+    """Whether the router's product has a bias."""
     groups: int = 1
     """Groups of neighbouring experts, with as many experts each."""
     chosen_groups: int = 1
     """Groups from which experts are chosen: those whose two largest scores have the largest sum."""
 
 
+ExpertStorage = Literal["apart", "interleaved", "mxfp4"]
+"""How a checkpoint stores the matrices of experts.
+
+apart: each under its own name. interleaved: one tensor for all experts' `gate_up_proj` [E, D, 2 F],
+whose columns are those of gate and up in turns, and one for `down_proj` [E, F, D]. mxfp4: the same,
+transposed, in blocks of 32 numbers of four bits (see kernels/products/expert_matrix.py).
+"""
+MXFP4_BLOCK = 32
+"""Numbers of a block of MXFP4, along the inputs of a product."""
+
+
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names in the checkpoint of a layer's experts, from `layer`.gate to `layer`.experts.0.`up`."""
+    """Names in the checkpoint of a layer's experts, with `layer`.`router`, `layer`.experts.0.`up`.
+
+    Experts that are not stored apart have no names of their own.
+    """
 
     layer: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -188,7 +185,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
-    """A mixture of experts: gated MLPs without biases, some of which a router chooses by token.
+    """A mixture of experts: gated MLPs, some of which a router chooses by token.
 
     The shared expert takes every token. With a gate of its own, its result is multiplied with the
     sigmoid of a product of the token.
@@ -199,29 +196,47 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     """Experts that a token is multiplied with, without the shared one."""
     width: int
     """Intermediate size of each expert."""
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiglu = "silu"
+    bias: bool = False
+    """Bias on the products of each expert, which is not stored apart then."""
+    stored: ExpertStorage = "apart"
     routing: RoutingSpec = RoutingSpec()
     shared_width: int = 0
     """Intermediate size of the shared expert; 0 for none."""
     shared_gate: bool = False
+    whole: bool = False
+    """Whether a tensor-parallel rank has some whole experts, rather than a part of each."""
     names: ExpertNames = ExpertNames()
 
     @property
     def divided(self) -> tuple[Divided, ...]:
         """Numbers that tensor-parallel ranks share out."""
         own = Divided("intermediate size of an expert", self.width)
+        if self.whole:
+            own = Divided("experts", self.num_experts)
+        elif self.stored == "mxfp4":
+            name = f"blocks of {MXFP4_BLOCK} of an expert's intermediate size"
+            own = Divided(name, self.width // MXFP4_BLOCK)
         shared = Divided("intermediate size of the shared expert", self.shared_width)
         return (own, shared) if self.shared_width else (own,)
 
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
-        """Return the size of one rank's part. Each rank has the whole router."""
-        width, shared = self.width // num_ranks, self.shared_width // num_ranks
+        """Return the size of one rank's part. Each rank has the whole router.
+
+        The active ones of whole experts are those that a token has on a rank on average.
+        """
+        width = self.width if self.whole else self.width // num_ranks
+        shared = self.shared_width // num_ranks
         common = hidden_size * (self.num_experts + 3 * shared + self.shared_gate)
-        expert = 3 * hidden_size * width
+        expert = 3 * hidden_size * self.width
+        routing, experts = self.routing, self.num_experts
+        # Where ranks have parts of experts, each of them has the last bias.
+        last_biases = experts // num_ranks if self.whole else experts
+        biases = experts * 2 * self.width // num_ranks + last_biases * hidden_size
         return LayerSize(
-            matrices=common + self.num_experts * expert,
-            active=common + self.num_chosen * expert,
-            vectors=self.routing.bias * self.num_experts,
+            matrices=common + experts * expert // num_ranks,
+            active=common + self.num_chosen * expert // num_ranks,
+            vectors=experts * (routing.bias + routing.product_bias) + self.bias * biases,
             widest=self.num_chosen * (3 * width + hidden_size) + 3 * shared,
         )
 
@@ -260,7 +275,7 @@ USUAL_NORMS = LayerNorms()
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: a mixer, and an MLP or experts, which add to the residual stream."""
 
-    mixer: AttentionSpec
+    mixer: AttentionSpec | DeltaSpec
     mlp: MlpSpec | ExpertsSpec
     norms: LayerNorms = USUAL_NORMS
 
@@ -279,3 +294,13 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.mixer.size(hidden_size, num_ranks) + self.mlp.size(hidden_size, num_ranks) + norms
         )
+
+
+def attention_of(layers: Iterable[LayerSpec]) -> list[AttentionSpec]:
+    """Return the mixers of those layers that have attention, in the order of the layers."""
+    return [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
+
+
+def recurrent_of(layers: Iterable[LayerSpec]) -> list[DeltaSpec]:
+    """Return the mixers of those layers that are recurrent, in the order of the layers."""
+    return [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec)]

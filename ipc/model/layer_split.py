@@ -91,6 +91,6 @@ def stage_of(layers: tuple[int, ...], index: int) -> Stage:
 
 
 def _layer_cost(spec: ModelSpec, layer: LayerSpec) -> int:
-    """Return the values that a layer reads in such a step: its weights, keys and values."""
+    """Return the values that a layer moves in such a step: weights, keys and values, states."""
     size = layer.size(spec.hidden_size)
-    return size.matrices + _ROWS * _CONTEXT * size.kv_per_token
+    return size.matrices + _ROWS * (_CONTEXT * size.kv_per_token + 2 * size.state)

@@ -18,7 +18,8 @@ from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.hf_config import HfConfig, read_json
-from sidestep.ipc.model.layer_spec import Divided, LayerSpec, NormSpec
+from sidestep.ipc.model.layer_size import Divided
+from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
 
 
@@ -41,10 +42,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool
     embedding_scale: float = 1.0
     """Factor on the embedding of each token, in the run's type."""
+    logits_scale: float = 1.0
+    """Factor on the logits."""
     logits_softcap: float | None = None
     """Bound c of the logits: each logit x becomes c tanh(x / c)."""
     unused_layers: int = 0
     """Layers of the checkpoint behind these, which are not computed."""
+    unused_weights: tuple[str, ...] = ()
+    """Beginnings of the names of further weights in the checkpoint that are not used."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
     pooling: PoolingSpec | None = None

@@ -6,6 +6,7 @@ no other field of config.json.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
@@ -31,6 +32,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Known fields -> the values with which they change nothing."""
 ROPE_TYPES = tuple(_NUMBERS)
+QUERY_BETA = "llama_4_scaling_beta"
+"""How fast queries grow with their positions: a field of some families' rotary embeddings."""
 
 
 def read_rope(
@@ -40,12 +43,16 @@ def read_rope(
     theta: float = 10000.0,
     rotated: float | None = None,
     interleaved: bool = False,
+    scales_queries: bool = False,
+    ignored: Sequence[str] = (),
 ) -> RopeSpec:
     """Return the embedding that rope_parameters, or rope_scaling and rope_theta, describe.
 
     layer_type: the type of layers whose embedding is read, where the file has one for each type.
     theta: the family's default. rotated: the family's default for the rotated part of each head;
-    None if the family always rotates whole heads. interleaved: see RopeSpec.
+    None if the family always rotates whole heads. interleaved: see RopeSpec. scales_queries:
+    whether the family's queries grow with their positions. ignored: fields of the family that
+    change nothing for text.
 
     Raises EngineStartError, which names the value that is wrong or not supported.
     """
@@ -53,6 +60,7 @@ def read_rope(
     if layer_type in rope:
         rope = rope[layer_type]
     given = {name: value for name, value in rope.items() if value is not None}
+    given = {name: value for name, value in given.items() if name not in ignored}
     dims = _rotated_dims(config, given, 1.0 if rotated is None else rotated)
     if rotated is None and dims is not None:
         config.refuse("partial_rotary_factor", "must be 1 for this architecture")
@@ -71,6 +79,8 @@ def read_rope(
         scaling |= _long_factors(config, given, dims)
     if rope_type == "yarn" and isinstance(given.get("truncate"), bool):
         scaling["truncate"] = given.pop("truncate")
+    if scales_queries:
+        scaling[QUERY_BETA] = _query_beta(config, given, scaling)
     _refuse_others(config, rope_type, given)
     return RopeSpec(
         theta=float(theta), rope_type=rope_type, scaling=scaling, dims=dims, interleaved=interleaved
@@ -114,6 +124,17 @@ def _long_factors(config: HfConfig, given: dict[str, Any], dims: int | None) -> 
         if not isinstance(value, list) or len(value) != pairs or not all(map(is_number, value)):
             config.refuse(f"{name} of rope type 'longrope'", f"must be a list of {pairs} numbers")
     return lists
+
+
+def _query_beta(config: HfConfig, given: dict[str, Any], scaling: dict[str, Any]) -> float:
+    """Return how fast queries grow, behind the original length."""
+    beta = given.pop(QUERY_BETA, None)
+    given.pop("max_position_embeddings", None)  # the same as outside this object
+    if not is_number(beta) or beta < 0:
+        config.refuse(f"{QUERY_BETA} of the rotary embedding", f"must be a number, not {beta!r}")
+    if _ORIGINAL not in scaling:
+        config.refuse("rope_type", "must be 'yarn' for this architecture")
+    return float(beta)
 
 
 def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[str, Any]:

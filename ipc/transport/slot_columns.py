@@ -64,6 +64,8 @@ SLOT_COLUMNS = (
     SlotColumn("min_tokens", np.int32, 0, lambda p: p.min_tokens),
     # Tokens that must not be sampled before `min_tokens` outputs; 0 where `min_tokens` is 0.
     SlotColumn("num_stop_ids", np.int32),
+    # State of recurrent layers that the request owns; -1 in a model without such layers.
+    SlotColumn("state", np.int32, -1),
     # Bytes of encoded controls; 0 for a plain request.
     SlotColumn("num_control_bytes", np.int32),
 )

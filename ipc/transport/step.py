@@ -65,14 +65,14 @@ class Columns:
         """Return the message as buffers to be written one after the other."""
         header: list[int] = []
         parts: list[bytes | memoryview] = [b""]
-        for name, dtype in _layout(type(self)):
+        for name, dtype, _ in _layout(type(self)):
             value = getattr(self, name)
             if dtype is None:
                 header.append(value)
                 continue
-            column = np.ascontiguousarray(value, dtype)
-            header.append(len(column))
-            if len(column):
+            header.append(size := len(value))
+            if size:  # most columns of most steps are empty
+                column = np.ascontiguousarray(value, dtype)
                 parts.append(column.view(np.uint8).data)
                 if pad := -column.nbytes % 8:
                     parts.append(bytes(pad))
@@ -87,30 +87,50 @@ class Columns:
         end = start + _PREFIX.unpack_from(data)[0]
         offset = end + -end % 8
         values: list[Any] = []
-        for (_, dtype), value in zip(
+        for (_, dtype, empty), value in zip(
             _layout(cls), msgspec.msgpack.decode(data[start:end]), strict=True
         ):
             if dtype is None:
                 values.append(value)
                 continue
-            values.append(
-                np.frombuffer(data, dtype, value, offset) if value else np.empty(0, dtype)
-            )
+            if not value:
+                values.append(empty)
+                continue
+            values.append(np.frombuffer(data, dtype, value, offset))
             offset += value * dtype.itemsize
             offset += -offset % 8
         return cls(*values)
 
 
-_Layout = tuple[tuple[str, np.dtype[Any] | None], ...]
+_Layout = tuple[tuple[str, np.dtype[Any] | None, npt.NDArray[Any] | None], ...]
+"""Name, dtype (None for a plain integer) and an empty column of each field, in wire order."""
 _layouts: dict[type[Columns], _Layout] = {}
 
 
 def _layout(cls: type[Columns]) -> _Layout:
-    """Return field names and dtypes (None for a plain integer) in wire order."""
     layout = _layouts.get(cls)
     if layout is None:
-        layout = _layouts[cls] = tuple((f.name, _DTYPES[str(f.type)]) for f in fields(cls))
+        dtypes = [(f.name, _DTYPES[str(f.type)]) for f in fields(cls)]
+        layout = _layouts[cls] = tuple(
+            (name, dtype, None if dtype is None else np.empty(0, dtype)) for name, dtype in dtypes
+        )
     return layout
+
+
+def _no_bytes() -> UInt8:
+    return _NO_BYTES
+
+
+def _no_ids() -> Int32:
+    return _NO_IDS
+
+
+def _no_floats() -> Float32:
+    return _NO_FLOATS
+
+
+_NO_BYTES, _NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
+_NO_FLOATS = np.empty(0, np.float32)
 
 
 EnteringRow = tuple[int, slice, slice, slice, slice]
@@ -145,7 +165,8 @@ class StepInput(Columns):
     num_tokens: Int32
     """[R] Tokens to compute, at least 1."""
     num_new_blocks: Int32
-    """[R] How many of `block_ids` are appended to each row's block table before the step runs."""
+    """[R] How many of `block_ids` are appended, before the step runs, to each row's block table of
+    the group of full attention (ipc/model/cache_groups.py)."""
     block_ids: Int32
     """[sum(num_new_blocks)] Ids of the new blocks, row by row."""
     entering: Entering
@@ -160,16 +181,35 @@ class StepInput(Columns):
     """
     new_controls: UInt8
     """[sum(num_control_bytes)] What logits_controls.encode_controls made."""
-    copy_sources: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    copy_sources: Int32 = field(default_factory=_no_ids)
     """[C] Blocks that are copied, in all layers, before the step writes any keys and values."""
-    copy_targets: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    copy_targets: Int32 = field(default_factory=_no_ids)
     """[C] Blocks that they are copied to. No block is a source and a target, nor a target twice."""
-    forced_slots: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    placed_slots: Int32 = field(default_factory=_no_ids)
+    """[P] Slots whose block tables get an entry before the step runs, in a cache group with a
+    window."""
+    placed_groups: Int32 = field(default_factory=_no_ids)
+    """[P] The group of each entry, from 1 on."""
+    placed_indices: Int32 = field(default_factory=_no_ids)
+    """[P] The entry's place in the table: the index of the block among the request's."""
+    placed_blocks: Int32 = field(default_factory=_no_ids)
+    """[P] The block's id."""
+    state_copy_sources: Int32 = field(default_factory=_no_ids)
+    """States of recurrent layers that are copied before the step runs."""
+    state_copy_targets: Int32 = field(default_factory=_no_ids)
+    """States that they are copied to. No state is a source and a target, nor a target twice."""
+    saved_slots: Int32 = field(default_factory=_no_ids)
+    """[S] Slots whose rows save the state of recurrent layers."""
+    saved_counts: Int32 = field(default_factory=_no_ids)
+    """[S] Tokens of the row behind which it is saved, at least 1."""
+    saved_states: Int32 = field(default_factory=_no_ids)
+    """[S] The state that it is saved in."""
+    forced_slots: Int32 = field(default_factory=_no_ids)
     """[F] Slots of rows of one token that compute another token than the one they sampled.
 
     They are in the order of rows.
     """
-    forced_tokens: Int32 = field(default_factory=lambda: np.empty(0, np.int32))
+    forced_tokens: Int32 = field(default_factory=_no_ids)
     """[F] The token that each of these rows computes."""
     awaits_masks: int = 0
     """1 if the step's tokens are sampled when its StepMasks has come, which is the next message."""
@@ -201,22 +241,6 @@ class StepInput(Columns):
             _parts(new["num_control_bytes"], self.new_controls),
             strict=True,
         )
-
-
-def _no_bytes() -> UInt8:
-    return _NO_BYTES
-
-
-def _no_ids() -> Int32:
-    return _NO_IDS
-
-
-def _no_floats() -> Float32:
-    return _NO_FLOATS
-
-
-_NO_BYTES, _NO_IDS = np.empty(0, np.uint8), np.empty(0, np.int32)
-_NO_FLOATS = np.empty(0, np.float32)
 
 
 @dataclass(slots=True)

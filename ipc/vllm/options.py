@@ -18,7 +18,8 @@ _SPECULATION = (
     "'num_speculative_tokens': 4}"
 )
 _NO_EXPERTS = (
-    "each rank has a part of every expert, and there is one way to compute them; leave it out"
+    "ranks have a part of every expert or, with enable_expert_parallel, the same number of whole "
+    "ones, and there is one way to compute them; leave it out"
 )
 _ONE_HOST = "all processes of an engine run on one host; leave it out"
 _NO_TRANSFER = "KV blocks are not moved between engines or to other memory yet; leave it out"
@@ -32,7 +33,7 @@ _COMPILER = (
 )
 _CHUNKS = "chunks of prompts follow max_num_batched_tokens and target_itl_ms; leave it out"
 _LOADER = "files of weights are mapped and read in one way; leave it out"
-_BLOCKS = "the paged cache has one kind of block and one hash; leave it out"
+_BLOCKS = "the engine chooses the groups of layers in its cache, and has one hash; leave it out"
 _SERVER = "is an option of `sidestep serve`, not of an engine in Python"
 _LOGS = (
     "`sidestep serve --access-log` logs each request, and --log-level says how much else; leave it "
@@ -257,7 +258,6 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
         ("auto",),
     ),
     "worker_extension_cls": Foreign("workers take no code of users; leave it out", ("",)),
-    "enable_expert_parallel": Foreign(_NO_EXPERTS, (False,), form="switch"),
     "all2all_backend": Foreign(_NO_EXPERTS),
     "enable_eplb": Foreign(_NO_EXPERTS, (False,), form="switch"),
     "eplb_config": Foreign(_NO_EXPERTS, ({},)),

@@ -15,11 +15,15 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Exaone4Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -30,8 +34,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -53,6 +60,17 @@ COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
     "rms_norm_eps": 1e-6,
 }
+
+
+_RECURRENT: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+"""Three recurrent layers and one with attention."""
 
 
 def _of(kind: Callable[..., PretrainedConfig], **changes: Any) -> PretrainedConfig:
@@ -91,6 +109,19 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         LlamaConfig, rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=128)
     ),
     "mistral-window": lambda: _of(MistralConfig, sliding_window=24, head_dim=12),
+    "ministral3": lambda: _of(
+        Ministral3Config,
+        head_dim=16,
+        rope_parameters=rope(
+            "yarn",
+            factor=16.0,
+            original_max_position_embeddings=16,
+            max_position_embeddings=512,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.4,
+        ),
+    ),
     "qwen2": lambda: _of(Qwen2Config),
     "qwen2-window": lambda: _of(
         Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1
@@ -98,6 +129,13 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "exaone4": lambda: _of(Exaone4Config, head_dim=12, sliding_window=16, sliding_window_pattern=3),
     "exaone4-no-windows": lambda: _of(
         Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "gemma2": lambda: _of(
+        Gemma2Config,
+        head_dim=16,
+        sliding_window=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=4.0,
     ),
     "gemma3": lambda: _of(
         Gemma3TextConfig,
@@ -128,6 +166,32 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         n_group=4,
         topk_group=2,
         routed_scaling_factor=1.5,
+    ),
+    "gpt-oss": lambda: _of(
+        GptOssConfig,
+        hidden_size=64,
+        intermediate_size=64,
+        head_dim=16,
+        sliding_window=16,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        swiglu_limit=2.0,
+        rope_parameters=rope(
+            "yarn",
+            factor=4.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+            original_max_position_embeddings=128,
+        ),
+    ),
+    "granite-tied": lambda: _of(
+        GraniteConfig,
+        tie_word_embeddings=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.11,
+        logits_scaling=2.5,
     ),
     "olmo2": lambda: _of(Olmo2Config),
     "olmo3": lambda: _of(Olmo3Config, sliding_window=16, num_hidden_layers=4),
@@ -171,6 +235,24 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         num_experts_per_tok=1,
         moe_intermediate_size=24,
         decoder_sparse_step=2,
+    ),
+    "qwen3-next": lambda: _of(
+        Qwen3NextConfig,
+        **_RECURRENT,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "qwen3.5": lambda: _of(Qwen3_5TextConfig, **_RECURRENT, tie_word_embeddings=True),
+    "qwen3.5-moe": lambda: _of(
+        Qwen3_5MoeTextConfig,
+        **_RECURRENT,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
     ),
     "seed-oss": lambda: _of(SeedOssConfig, head_dim=16, attention_bias=True),
     "smollm3": lambda: _of(SmolLM3Config, no_rope_layer_interval=2),

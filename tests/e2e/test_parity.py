@@ -14,6 +14,9 @@ import torch
 from transformers import AutoTokenizer
 
 from sidestep import DEFAULT_MODEL, LLM, SamplingParams
+from sidestep.ipc.model.cache_groups import cache_groups
+from sidestep.ipc.model.layer_spec import attention_of
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import (
     COMMON,
     RandomModel,
@@ -34,7 +37,17 @@ def engine_tokens(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-rope-llama3", "mistral-window", "qwen2", "qwen3-tied", "gemma3", "olmo3"]
+    "family",
+    [
+        "llama-rope-llama3",
+        "mistral-window",
+        "qwen2",
+        "qwen3-tied",
+        "gemma3",
+        "olmo3",
+        "qwen3-next",
+        "qwen3.5",
+    ],
 )
 def test_each_architecture_equals_transformers_in_a_mixed_batch(
     family: str, random_model: RandomModel
@@ -44,6 +57,7 @@ def test_each_architecture_equals_transformers_in_a_mixed_batch(
     tests/unit/executor/test_model_runner.py has every family, without an engine around the model.
     """
     path, model = random_model(family)
+    groups = cache_groups(load_model_spec(path).layers, 200)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
     expected = reference_tokens(model, prompts, counts)
@@ -56,10 +70,42 @@ def test_each_architecture_equals_transformers_in_a_mixed_batch(
         max_num_batched_tokens=48,
         max_num_seqs=7,
         block_size=8,
-        num_kv_blocks=40,
+        num_kv_blocks=30 * (groups.has_full + len(groups.windows)),
         max_model_len=200,
     )
     assert got == expected
+
+
+@pytest.mark.parametrize(("family", "blocks"), [("mistral-window", 20), ("olmo3", 120)])
+def test_a_prompt_of_ten_windows_in_a_cache_with_room_for_few(
+    family: str, blocks: int, random_model: RandomModel
+) -> None:
+    """Give the cache fewer blocks than the prompt has in all groups; a prefix is found again."""
+    path, model = random_model(family)
+    window = max(mixer.window for mixer in attention_of(load_model_spec(path).layers))
+    (prompt,) = random_prompts(1, model.config.vocab_size, longest=1)
+    long = [(7 * i + prompt[0]) % model.config.vocab_size for i in range(10 * window)]
+    prompts, counts = [long, [*long, 1, 2]], [20, 9]
+    expected = reference_tokens(model, prompts, counts)
+    options = {
+        "device": "cpu",
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "max_num_batched_tokens": 32,
+        "max_num_seqs": 4,
+        "block_size": 4,
+        "num_kv_blocks": blocks,
+        "max_model_len": 300,
+    }
+    with LLM(path, **options) as llm:
+        outputs = [
+            llm.generate(
+                p, SamplingParams(temperature=0, max_tokens=n, ignore_eos=True), use_tqdm=False
+            )[0]
+            for p, n in zip(prompts, counts, strict=True)
+        ]
+    assert [out.outputs[0].token_ids for out in outputs] == expected
+    assert [out.num_cached_tokens for out in outputs] == [0, 10 * window]
 
 
 PROMPTS_64, COUNTS_64 = random_prompts(64, COMMON["vocab_size"]), [8 + i % 9 for i in range(64)]
@@ -99,12 +145,17 @@ def test_64_requests_equal_transformers_however_they_are_run(
         ("llama-biases", 2),
         ("qwen3-tied", 2),
         ("llama-gqa", 4),
+        ("gemma2", 2),
         ("gemma3", 2),
         ("glm4", 2),
+        ("ministral3", 2),
         ("olmo2", 4),
         ("phi3-window", 2),
         ("qwen3-moe", 2),
         ("glm4-moe", 2),
+        ("qwen3-next", 2),
+        ("qwen3.5", 2),
+        ("gpt-oss", 2),
     ],
 )
 def test_several_ranks_equal_transformers(
@@ -121,6 +172,20 @@ def test_several_ranks_equal_transformers(
     got = engine_tokens(
         path, prompts, counts, tensor_parallel_size=ranks, max_num_batched_tokens=64, max_num_seqs=8
     )
+    assert got == reference_tokens(model, prompts, counts)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("glm4-moe", 2), ("glm4-moe", 4), ("gpt-oss", 2), ("qwen3-moe-every-second-layer", 2)],
+)
+def test_ranks_with_whole_experts_equal_transformers(
+    family: str, ranks: int, random_model: RandomModel
+) -> None:
+    path, model = random_model(family)
+    prompts, counts = random_prompts(8, model.config.vocab_size), [12] * 8
+    options = {"tensor_parallel_size": ranks, "max_num_batched_tokens": 64, "max_num_seqs": 8}
+    got = engine_tokens(path, prompts, counts, enable_expert_parallel=True, **options)
     assert got == reference_tokens(model, prompts, counts)
 
 

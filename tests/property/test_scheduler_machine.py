@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from sidestep.engine_core.requests.request import Request
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.ipc.common.registry import POLICIES
+from sidestep.ipc.model.cache_groups import CacheGroups
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.structured_outputs_params import Grammar
 from sidestep.ipc.transport.messages import unpack_ids
@@ -42,6 +43,14 @@ SPECULATIVE = st.one_of(
     ),
 )
 """No drafts, looked up ones, and scripted ones: wrong ones, right ones and both."""
+GROUPS = [
+    CacheGroups(),
+    CacheGroups(),
+    CacheGroups(windows=(6,)),
+    CacheGroups(windows=(1, 9)),
+    CacheGroups(windows=(5,), has_full=False),
+]
+"""Models with full attention, some with windows as well, and one with windows alone."""
 pytestmark = pytest.mark.timeout(600)
 """Seconds for a test, which takes half a minute where nothing else runs."""
 
@@ -64,6 +73,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         late_share=st.sampled_from([0.0, 0.3, 0.7]),
         mask_seconds=st.sampled_from([(0.0,), (1e-4, 0.015)]),
         speculative=SPECULATIVE,
+        groups=st.sampled_from(GROUPS),
+        states=st.sampled_from([None, None, 0, 1, 5]),
     )
     def start(
         self,
@@ -77,7 +88,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         late_share: float,
         mask_seconds: tuple[float, ...],
         speculative: dict[str, Any] | None,
+        groups: CacheGroups,
+        states: int | None,
     ) -> None:
+        num_blocks *= 1 + len(groups.windows)
         self.clock = Clock()
         self.grammars = SmallGrammars(self.clock)
         self.grammars.late_share, self.grammars.mask_seconds = late_share, mask_seconds
@@ -94,6 +108,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 grammars=self.grammars,
                 num_stages=num_stages,
                 speculative=speculative,
+                groups=groups,
+                # One for each request that runs at once, one to copy, and some more.
+                num_states=0 if states is None else max_num_seqs + 1 + states,
             ),
             num_stages + overlap,
         )
@@ -373,6 +390,8 @@ TestSchedulerMachine = SchedulerMachine.TestCase
     caching=st.booleans(),
     stagger=st.integers(0, 3),
     speculative=SPECULATIVE,
+    groups=st.sampled_from(GROUPS),
+    states=st.sampled_from([None, None, 0, 3]),
 )
 def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_stages_or_drafts(
     requests: list[tuple[list[int], list[int], int]],
@@ -384,18 +403,22 @@ def test_tokens_do_not_depend_on_batch_chunks_blocks_preemption_hits_overlap_sta
     caching: bool,
     stagger: int,
     speculative: dict[str, Any] | None,
+    groups: CacheGroups,
+    states: int | None,
 ) -> None:
     num_blocks = -(-num_tokens // block_size)
     assume(all(len(a) + len(b) + n <= num_blocks * block_size for a, b, n in requests))
     engine = Engine(
         make_scheduler(
-            num_blocks=num_blocks,
+            groups=groups,
+            num_blocks=groups.most_blocks(num_tokens, block_size),
             block_size=block_size,
             budget=budget,
             prefix_caching=caching,
             overlap=overlap,
             num_stages=num_stages,
             speculative=speculative,
+            num_states=0 if states is None else 9 + states,
         ),
         num_stages + overlap,
     )

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
-from tests.triton.support import Values, assert_margins_untouched, assert_untouched, int32, poisoned
+from tests.triton.support import (
+    Values,
+    assert_margins_untouched,
+    assert_untouched,
+    guarded,
+    int32,
+    poisoned,
+)
 
 SPARE_ROWS, SPARE_TOKENS = 3, 5
 """Rows and tokens for which the arrays have room beyond a step's own."""
@@ -52,6 +59,9 @@ class Batch:
     keys: list[Tensor]
     values: list[Tensor]
     """Contents of the cache by row, [length, KVH, D]."""
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """float32 [H]"""
 
     def tokens(self, row: int) -> slice:
         start = sum(self.counts[:row])
@@ -64,7 +74,8 @@ class Batch:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """Return the tensors that no kernel of attention may write to."""
-        return {
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        return sinks | {
             "q": self.q,
             "cache": self.cache,
             "block_tables": self.block_tables,
@@ -92,7 +103,13 @@ class Batch:
         )
         hidden = (distance < 0) | (distance >= (window or length))
         scores = torch.einsum("nhd,lhd->hnl", query, key) * dim**-0.5
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if self.softcap is not None:
+            scores = self.softcap * (scores / self.softcap).tanh()
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            sinks = self.sinks.double()[:, None, None].expand(-1, count, 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., :length]
         return torch.einsum("hnl,lhd->nhd", weights, value).reshape(count, -1)
 
     def plan(self, tile: int, tokens: int, window: int, queries: int = 1) -> tuple[Tensor, Tensor]:
@@ -167,6 +184,18 @@ def make_batch(
         keys,
         row_values,
     )
+
+
+def with_scores(batch: Batch, softcap: float | None, sinks: float | None) -> Batch:
+    """Return the batch of a model with bounded scores, or with sinks of about this size."""
+    if sinks is None:
+        return replace(batch, softcap=softcap)
+    own = Values(batch.shape.heads).normal(batch.shape.heads, dtype=torch.float32)
+    return replace(batch, softcap=softcap, sinks=guarded(own + sinks))
+
+
+SCORES = [(0.7, None), (None, 0.0), (None, 9.0), (None, -300.0), (None, 300.0), (20.0, 2.0)]
+"""Softcaps and sinks. Some sinks take nearly all the mass, or nearly none."""
 
 
 def without_padding(batch: Batch) -> Batch:

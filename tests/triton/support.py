@@ -44,12 +44,13 @@ _POISON = {
     torch.float32: (0x7FC0BAD1, 2**16),
     torch.float16: (0x7E01, 500),
     torch.bfloat16: (0x7FC1, 60),
+    torch.uint8: (101, 64),
     torch.int32: (-1234567, 2**16),
     torch.int64: (-123456789012345, 2**16),
 }
 """The first poison, as bits, and the number of poisons."""
 _poisons = itertools.count()
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _UNINITIALISED = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,

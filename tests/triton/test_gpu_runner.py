@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.models.weight_memory import weights_of
 from sidestep.executor.runner.runner import PendingOutput, Runner
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls
@@ -24,7 +26,8 @@ from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
 from tests.triton.support import INTERPRETED, run_interpreted
 from tests.unit.executor.sampling.test_grammar_masks import run_held
-from tests.unit.executor.steps import Request, make_step, schedule
+from tests.unit.executor.steps import Request, make_step, schedule, windows_of
+from tests.unit.executor.test_gpt_oss import write_packed
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
 
 pytestmark = [
@@ -35,6 +38,10 @@ pytestmark = [
         "ignore:(overflow|invalid value|divide by zero) encountered in:RuntimeWarning"
     ),
 ]
+
+
+MIXED = ["linear_attention", "full_attention"]
+"""Layers of a model of which one is recurrent."""
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +104,33 @@ def test_steps_give_what_they_give_on_a_cpu(
     compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
 
 
-@pytest.mark.parametrize("family", ["gemma3", "olmo3", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma3", "ministral3", "olmo3", "qwen3-moe", "qwen3.5"]
+)
 def test_families_whose_layers_differ_from_llamas(family: str, tmp_path: Path) -> None:
-    """Cover norms after products, none before them, windows with another rope, GELU and experts."""
+    """Cover norms around products, windows with another rope, GELU, bounded scores and experts."""
     changes: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
     if family == "qwen3-moe":
         changes = {"mlp_only_layers": [0]}
+    elif family == "qwen3.5":
+        changes = {"layer_types": MIXED}
     path = write_model(family, tmp_path, num_hidden_layers=2, **changes)
     with standing_in():
         made = GpuRunner(worker_args(path))
-    steps = [step for step, _ in schedule(mixed_requests()[:3], 12, 16)]
+    steps = [step for step, _ in schedule(mixed_requests()[:3], 12, 16, windows_of(made))]
     compare(made, path, steps)
+
+
+def test_experts_of_gpt_oss_stay_packed(tmp_path: Path) -> None:
+    """Cover sinks too."""
+    kinds = ["sliding_attention", "full_attention"]
+    _, path = write_packed(tmp_path, num_hidden_layers=2, layer_types=kinds)
+    with standing_in():
+        made = GpuRunner(worker_args(path))
+    assert made._model._loaded is not None
+    weights = weights_of(made._model._loaded.decoder).values()
+    assert {tensor.dtype for tensor in weights} == {torch.float32, torch.uint8}
+    compare(made, path, [step for step, _ in schedule(mixed_requests()[:3], 12, 16)])
 
 
 def test_a_copied_block_and_another_token_than_the_sampled_one(
@@ -188,10 +211,25 @@ def test_a_scheduler_s_steps_give_what_they_give_on_a_cpu(runner: GpuRunner, mod
         assert serve(runner) == expected
 
 
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (1, 3)])
-def test_ranks_give_what_one_gives_on_a_cpu(size: int, stages: int, tmp_path: Path) -> None:
-    """Cover ranks that share layers, and pipeline stages (tests/triton/sums/gpu_ranks.py)."""
-    model = write_model("llama-gqa", tmp_path, num_hidden_layers=max(2, stages))
+@pytest.mark.parametrize(
+    ("family", "size", "stages"),
+    [
+        ("llama-gqa", 2, 1),
+        ("llama-gqa", 1, 3),
+        ("qwen3-moe-every-second-layer", 2, 1),
+        ("qwen3.5", 2, 1),
+        ("qwen3.5", 1, 2),
+    ],
+)
+def test_ranks_give_what_one_gives_on_a_cpu(
+    family: str, size: int, stages: int, tmp_path: Path
+) -> None:
+    """Cover ranks that share layers, ranks with whole experts, and pipeline stages.
+
+    See tests/triton/sums/gpu_ranks.py.
+    """
+    changes = {"layer_types": MIXED} if family == "qwen3.5" else {}
+    model = write_model(family, tmp_path, num_hidden_layers=max(2, stages), **changes)
     got, expected = json.loads(
         run_interpreted("tests.triton.sums.gpu_ranks", model, str(size), str(stages), "0")
     )

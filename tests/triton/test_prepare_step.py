@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,8 +116,12 @@ def fresh_tables(slots: int, width: int, longest: int) -> SlotTables:
     def table(columns: int, more: int = 0) -> Tensor:
         return poisoned(slots, columns + more, dtype=torch.int32)[:, :columns]
 
+    block_tables = poisoned(GROUPS, slots, width + 3, dtype=torch.int32)[..., :width]
+    entries = torch.arange(slots * width, dtype=torch.int32).view(slots, width)
+    for group in range(1, GROUPS):  # these tables have their entries already
+        block_tables[group] = entries.to(DEVICE) + 1000 * group
     return SlotTables(
-        table(width, 3),
+        block_tables,
         table(WORDS),
         table(DRAFTS + MOST_DRAFTS, 2),
         table(longest, 3 if longest else 0),
@@ -124,6 +129,7 @@ def fresh_tables(slots: int, width: int, longest: int) -> SlotTables:
     )
 
 
+GROUPS = 3
 TABLES = ("block_tables", "parameters", "progress", "tokens")
 
 
@@ -133,14 +139,14 @@ class Model:
 
     tables: SlotTables
     page: int
-    expected: dict[str, list[list[int]]] = field(init=False)
+    expected: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.expected = {name: getattr(self.tables, name).tolist() for name in TABLES}
 
     def _enter(self, rows: Sequence[Row]) -> None:
         for row in rows:
-            table = self.expected["block_tables"][row.slot]
+            table = self.expected["block_tables"][0][row.slot]
             table[row.held : row.held + len(row.new_blocks)] = row.new_blocks
             if row.enters is not None:
                 self.expected["parameters"][row.slot] = row.enters
@@ -150,28 +156,30 @@ class Model:
         """Return the position of a row's first token."""
         if row.start_known:
             return row.seq_len - len(row.token_ids)
-        return self.expected["progress"][row.slot][NUM_COMPUTED]
+        return int(self.expected["progress"][row.slot][NUM_COMPUTED])
 
-    def _place(self, slot: int, position: int) -> int:
-        block = self.expected["block_tables"][slot][position // self.page]
-        return block * self.page + position % self.page
+    def _places(self, slot: int, position: int) -> list[int]:
+        """Return where a token goes, by cache group."""
+        blocks = [table[slot][position // self.page] for table in self.expected["block_tables"]]
+        return [block * self.page + position % self.page for block in blocks]
 
     def _note(self, slot: int, position: int, token: int) -> None:
         known = self.expected["tokens"][slot]
         if token >= 0 and position < len(known):
             known[position] = token
 
-    def _of_tokens(self, rows: Sequence[Row], tokens: int) -> list[list[int]]:
+    def _of_tokens(self, rows: Sequence[Row], tokens: int) -> list[list[Any]]:
         """Return token_ids, positions and slot mapping of a step without drafts."""
         out = []
         for row in rows:
             for i, token in enumerate(row.token_ids):
                 position = self._first(row) + i
                 known = token if token >= 0 else self.expected["progress"][row.slot][LAST_SAMPLED]
-                out.append((known, position, self._place(row.slot, position)))
+                out.append((known, position, self._places(row.slot, position)))
                 self._note(row.slot, position, token)
-        out += [(0, 0, -1)] * (tokens - len(out))
-        return [list(column) for column in zip(*out, strict=True)]
+        out += [(0, 0, [-1] * GROUPS)] * (tokens - len(out))
+        ids, positions, places = (list(column) for column in zip(*out, strict=True))
+        return [ids, positions, [list(group) for group in zip(*places, strict=True)]]
 
     def step(
         self, layout: StepLayout, rows: Sequence[Row], room: tuple[int, int] | None = None
@@ -204,6 +212,7 @@ class Model:
         inputs = make_inputs(layout.rows, layout.rows * queries, queries)
         self._run(pack(layout, rows, queries), layout, inputs, queries)
         by_query: list[tuple[int, ...]] = []
+        places: list[list[int]] = []
         by_row: list[tuple[int, ...]] = []
         for row in rows:
             end = self.expected["parameters"][row.slot][MAX_TOTAL]
@@ -215,11 +224,11 @@ class Model:
             for query in range(queries):
                 position = min(start + query, end - 1)
                 lies = query < count and start < end
+                places.append(self._places(row.slot, position) if lies else [-1] * GROUPS)
                 by_query.append(
                     (
                         tokens[query],
                         position,
-                        self._place(row.slot, position) if lies else -1,
                         row.slot,
                         start + query + 1,
                         int(row.samples and query < count),
@@ -227,14 +236,16 @@ class Model:
                 )
             by_row.append((start + queries, start, count, min(start + count, end)))
             self._note(row.slot, start, row.token_ids[0] if start < end else -1)
-        names = [f.name for f in fields(inputs) if f.name != "last_tokens"]
-        names = [*names[:3], *names[-3:], *names[3:-3]]
+        others = ("last_tokens", "slot_mapping")
+        names = [f.name for f in fields(inputs) if f.name not in others]
+        names = [*names[:2], *names[-3:], *names[2:-3]]
         for name, expected in zip(
             names, [*zip(*by_query, strict=True), *zip(*by_row, strict=True)], strict=True
         ):
             assert getattr(inputs, name)[: len(expected)].tolist() == list(expected), name
         padding = (layout.rows - len(rows)) * queries
-        assert inputs.slot_mapping[len(by_query) :].tolist() == [-1] * padding
+        places += [[-1] * GROUPS] * padding
+        assert inputs.slot_mapping.T.tolist() == places
         self._compare_tables()
 
     def _run(self, message: Tensor, layout: StepLayout, inputs: StepInputs, queries: int) -> None:
@@ -246,9 +257,10 @@ class Model:
         for name in TABLES:
             table = getattr(self.tables, name)
             assert table.tolist() == self.expected[name], name
-            if table.shape[1] and not table.is_contiguous():
-                whole = table.as_strided((len(table), table.stride(0)), table.stride())
-                assert_untouched(whole[:, table.shape[1] :], f"what lies between two {name}")
+            width = table.shape[-1]
+            if width and not table.is_contiguous():
+                whole = table.as_strided((*table.shape[:-1], table.stride(-2)), table.stride())
+                assert_untouched(whole[..., width:], f"what lies between two {name}")
 
     def set_progress(self, slot: int, values: Sequence[int]) -> None:
         """Set the first values of a slot's progress, as the kernels that sample do."""
@@ -257,8 +269,8 @@ class Model:
 
 
 def make_inputs(rows: int, tokens: int, queries: int) -> StepInputs:
-    sizes = [tokens] * 3 + [rows] * 5 + [rows * queries] * 3
-    return StepInputs(*(poisoned(size, dtype=torch.int32) for size in sizes))
+    sizes = [(tokens,)] * 2 + [(GROUPS, tokens)] + [(rows,)] * 5 + [(rows * queries,)] * 3
+    return StepInputs(*(poisoned(*size, dtype=torch.int32) for size in sizes))
 
 
 def model(slots: int = 6, width: int = 20, page: int = 16, longest: int = 0) -> Model:

@@ -24,6 +24,7 @@ from sidestep.ipc.model.layer_spec import (
     LayerSpec,
     MlpSpec,
     NormSpec,
+    attention_of,
 )
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.rope_config import (
@@ -43,14 +44,17 @@ ACTIVATIONS: dict[str, Activation] = {
 """Activations that MLPs have, by their names in config.json."""
 
 
-def decoder(config: HfConfig, layers: Iterable[LayerSpec], **fields: Any) -> ModelSpec:
+def decoder(
+    config: HfConfig, layers: Iterable[LayerSpec], *, quantization: str = "", **fields: Any
+) -> ModelSpec:
     """Return the ModelSpec of a decoder with these layers.
 
-    fields: of ModelSpec, which replace what is read here.
+    quantization: the method that the layers are read for, if any. fields: of ModelSpec, which
+    replace what is read here.
     """
-    refuse_unsupported(config)
+    refuse_unsupported(config, quantization)
     chosen = tuple(layers)
-    rope = next((one.mixer.rope for one in chosen if one.mixer.rope is not None), None)
+    rope = next((one.rope for one in attention_of(chosen) if one.rope is not None), None)
     read: dict[str, Any] = {
         "path": config.path,
         "architecture": config.architecture,
@@ -88,12 +92,12 @@ def read_mlp(config: HfConfig, **fields: Any) -> MlpSpec:
     read: dict[str, Any] = {
         "width": config.whole("intermediate_size"),
         "bias": config.flag("mlp_bias"),
-        "activation": _activation(config),
+        "activation": read_activation(config),
     }
     return MlpSpec(**read | fields)
 
 
-def _activation(config: HfConfig) -> Activation:
+def read_activation(config: HfConfig) -> Activation:
     """Return the activation of the gate, which Gemma's files name hidden_activation."""
     given = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     found = ACTIVATIONS.get(given) if isinstance(given, str) else None
@@ -116,10 +120,18 @@ def alike(
         yield LayerSpec(mixer=mixer, mlp=mlp, norms=norms)
 
 
-def refuse_unsupported(config: HfConfig) -> None:
-    """Raise EngineStartError for a field that would change the arithmetic of any decoder."""
-    if quantization := config.part("quantization_config"):
-        method = quantization.get("quant_method", "unknown")
+def read_quantization(config: HfConfig) -> str:
+    """Return the method by which the checkpoint is quantized; an empty string for none."""
+    quantization = config.part("quantization_config")
+    return str(quantization.get("quant_method", "unknown")) if quantization else ""
+
+
+def refuse_unsupported(config: HfConfig, quantization: str = "") -> None:
+    """Raise EngineStartError for a field that would change the arithmetic of any decoder.
+
+    quantization: the method that is supported beside unquantised weights, if any.
+    """
+    if (method := read_quantization(config)) not in ("", quantization):
         raise EngineStartError(
             f"model: quantization {method!r} is not supported; supported are unquantised weights"
         )

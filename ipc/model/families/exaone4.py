@@ -8,7 +8,7 @@ from sidestep.ipc.model.families.decoder_config import (
     read_mlp,
     read_windows,
 )
-from sidestep.ipc.model.families.olmo2 import NORMS
+from sidestep.ipc.model.families.olmo import NORMS
 from sidestep.ipc.model.hf_config import HfConfig
 from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.model_spec import ModelSpec

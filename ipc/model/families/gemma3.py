@@ -18,10 +18,20 @@ NORMS = LayerNorms(
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
 )
+DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+}
+"""Fields that files of models with images leave out."""
 
 
 def gemma3(config: HfConfig) -> ModelSpec:
-    """Read a config.json of Gemma 3's language model."""
+    """Read a config.json of Gemma 3's language model, alone or beside its part for images."""
+    config.assume(DEFAULTS)
     for name in ("attn_logit_softcapping", "use_bidirectional_attention"):
         if config.get(name):
             config.refuse(name, "is not supported; supported is null")

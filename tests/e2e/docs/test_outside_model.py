@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GraniteConfig
+from transformers import OlmoConfig
 
 from sidestep import LLM, EngineArgs, EngineStartError, SamplingParams
 from tests.e2e.models import (
@@ -26,7 +26,7 @@ from tests.e2e.models import (
 )
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "outside_model"
-PACKAGE = "sidestep_granite"
+PACKAGE = "sidestep_olmo"
 
 
 def install(site: Path, entry_points: dict[str, dict[str, str]] | None = None) -> None:
@@ -56,28 +56,19 @@ def site(
         del sys.modules[name]
 
 
-def granite(**changes: Any) -> GraniteConfig:
-    return GraniteConfig(
-        **{
-            **COMMON,
-            "tie_word_embeddings": True,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.4,
-            "attention_multiplier": 0.11,
-            "logits_scaling": 2.5,
-            **changes,
-        }
-    )
+def olmo(**changes: Any) -> OlmoConfig:
+    common = {name: value for name, value in COMMON.items() if name != "rms_norm_eps"}
+    return OlmoConfig(**{**common, **changes})
 
 
 @pytest.mark.parametrize(("ranks", "tied"), [(1, True), (2, False)])
 def test_an_installed_package_s_model_equals_transformers(
     ranks: int, tied: bool, site: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(FAMILIES, "granite", lambda: granite(tie_word_embeddings=tied))
-    path = write_model("granite", model_folder)
+    monkeypatch.setitem(FAMILIES, "olmo", lambda: olmo(tie_word_embeddings=tied))
+    path = write_model("olmo", model_folder)
     with pytest.raises(
-        EngineStartError, match="GraniteForCausalLM is not supported; supported are .*Llama"
+        EngineStartError, match="OlmoForCausalLM is not supported; supported are .*Llama"
     ):
         EngineArgs(model=path).create_engine_config()
     install(site)
@@ -96,21 +87,21 @@ def test_an_installed_package_s_model_equals_transformers(
     ("models", "specs", "words"),
     [
         (
-            {"GraniteForCausalLM": "nowhere.model:Granite"},
+            {"OlmoForCausalLM": "nowhere.model:Olmo"},
             {},
-            "model: 'nowhere.model:Granite', the class of GraniteForCausalLM, cannot be imported",
+            "model: 'nowhere.model:Olmo', the class of OlmoForCausalLM, cannot be imported",
         ),
         (
-            {"GraniteForCausalLM": f"{PACKAGE}.model:GraniteForCausalLM"},
-            {"GraniteForCausalLM": f"{PACKAGE}.spec:nobody"},
-            f"model: '{PACKAGE}.spec:nobody', which reads the config of GraniteForCausalLM, cannot",
+            {"OlmoForCausalLM": f"{PACKAGE}.model:OlmoForCausalLM"},
+            {"OlmoForCausalLM": f"{PACKAGE}.spec:nobody"},
+            f"model: '{PACKAGE}.spec:nobody', which reads the config of OlmoForCausalLM, cannot",
         ),
     ],
 )
 def test_what_a_package_registers_wrongly_is_told_in_one_line(
     models: dict[str, str], specs: dict[str, str], words: str, site: Path, model_folder: Path
 ) -> None:
-    granite(architectures=["GraniteForCausalLM"]).save_pretrained(model_folder)
+    olmo(architectures=["OlmoForCausalLM"]).save_pretrained(model_folder)
     install(site, {"sidestep.models": models, "sidestep.model_specs": specs})
     with pytest.raises(EngineStartError) as caught:
         LLM(str(model_folder), device="cpu", load_format="dummy")

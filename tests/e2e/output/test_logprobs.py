@@ -21,7 +21,7 @@ from sidestep import (
     SamplingParams,
 )
 from tests.e2e.engines import Engines
-from tests.e2e.models import load_reference
+from tests.e2e.models import RandomModel, load_reference, random_prompts
 
 PROMPTS = [
     "def get_name(self):\n    return",
@@ -168,3 +168,20 @@ def test_the_documentation_s_example_runs(
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(code, {"llm": engines.get(), "SamplingParams": SamplingParams})
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granite-tied"])
+def test_logprobs_of_models_with_a_factor_or_a_bound_on_their_logits(
+    family: str, random_model: RandomModel
+) -> None:
+    path, model = random_model(family)
+    prompt = random_prompts(1, model.config.vocab_size)[0]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=3)
+    with LLM(path, device="cpu", dtype="float32", cpu_threads=1) as llm:
+        (out,) = llm.generate([prompt], params, use_tqdm=False)
+    tokens = out.outputs[0].token_ids
+    values = reference(model, [*prompt, *tokens])
+    for token, entries, row in zip(
+        tokens, out.outputs[0].logprobs or [], values[len(prompt) - 1 : -1], strict=True
+    ):
+        check(entries, row, token, 3)

@@ -18,7 +18,15 @@ from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, de
 from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
-from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
+from tests.triton.batches import (
+    SCORES,
+    Batch,
+    Shape,
+    assert_rows_untouched,
+    make_batch,
+    with_scores,
+    without_padding,
+)
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -80,6 +88,8 @@ def launch(batch: Batch, scratch: DecodeScratch, window: int) -> Tensor:
             num_heads=batch.shape.heads,
             window=window,
             scale=batch.shape.dim**-0.5,
+            softcap=batch.softcap,
+            sinks=batch.sinks,
         )
     assert not scratch.counters.any(), "a counter is left behind"
     assert_rows_untouched(batch, out, slice(batch.decode_tokens, None), "tokens of prompt rows")
@@ -143,6 +153,8 @@ def check_projections(
             num_heads=shape.heads,
             window=window,
             scale=shape.dim**-0.5,
+            softcap=batch.softcap,
+            sinks=batch.sinks,
             rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS),
         )
     assert not scratch.counters.any(), "a counter is left behind"
@@ -292,6 +304,19 @@ def test_a_row_of_more_parts_than_are_combined_at_a_time(
     """Cover heads and groups whose size reduces the number of parts at a time."""
     batch = make_batch(shape, [7, 16 * parts - 18], DTYPE, seed=parts)
     check(batch, scratch_for(batch, parts))
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), SCORES)
+@pytest.mark.parametrize("window", [0, 19])
+def test_bounded_scores_and_sinks(
+    window: int, softcap: float | None, sinks: float | None, scratch_for: MakeScratch
+) -> None:
+    """Cover rows of one program, rows of several, and the new token that begins the softmax."""
+    for shape, parts in ((Shape(3, 1, page=32), 1), (Shape(10, 2), 4)):
+        batch = make_batch(shape, [1, 70, 16, 33], DTYPE, seed=parts)
+        check(with_scores(batch, softcap, sinks), scratch_for(batch, parts), window)
+    batch = make_batch(Shape(6, 2), [1, 60, 17], DTYPE)
+    check_projections(with_scores(batch, softcap, sinks), scratch_for(batch, 3), window)
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])

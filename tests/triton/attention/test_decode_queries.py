@@ -22,7 +22,14 @@ from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.ops.paged_attention import causal_mask
 from sidestep.kernels.ops.paged_attention import prefill_attention as reference_attention
-from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch
+from tests.triton.batches import (
+    SCORES,
+    Batch,
+    Shape,
+    assert_rows_untouched,
+    make_batch,
+    with_scores,
+)
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -102,6 +109,8 @@ def launch(
             num_heads=batch.shape.heads,
             window=window,
             scale=batch.shape.dim**-0.5,
+            softcap=batch.softcap,
+            sinks=batch.sinks,
             queries=queries,
             valid_lens=valid_lens,
         )
@@ -211,6 +220,18 @@ def test_what_is_not_valid_changes_no_valid_query(
     for counts in (valid, valid[::-1], [queries] * len(lengths), [1] * len(lengths)):
         batch = rows_of(queries, Shape(), lengths, seed=window)
         check_valid(batch, scratch_for(batch, parts, queries), queries, counts, window)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), SCORES)
+@pytest.mark.parametrize("window", [0, 19])
+def test_bounded_scores_and_sinks(
+    window: int, softcap: float | None, sinks: float | None, scratch_for: MakeScratch
+) -> None:
+    """Cover rows of one program and of several, and queries that are not valid."""
+    for parts in (1, 4):
+        batch = with_scores(rows_of(3, Shape(6, 2, page=32), [3, 60, 17]), softcap, sinks)
+        check(batch, scratch_for(batch, parts, 3), 3, window)
+        check_valid(batch, scratch_for(batch, parts, 3), 3, [1, 2, 3], window)
 
 
 @pytest.mark.parametrize(("page", "tile"), [(16, 64), (48, 32), (128, 64)])

@@ -15,7 +15,15 @@ from sidestep.kernels.attention.prefill_attention_triton import (
     prefill_attention,
     prefill_config,
 )
-from tests.triton.batches import Batch, Shape, assert_rows_untouched, make_batch, without_padding
+from tests.triton.batches import (
+    SCORES,
+    Batch,
+    Shape,
+    assert_rows_untouched,
+    make_batch,
+    with_scores,
+    without_padding,
+)
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -57,6 +65,8 @@ def launch(batch: Batch, tiles: PrefillConfig, window: int, room: int = 0) -> to
             max_rows=len(batch.lengths) - batch.num_decode + room,
             window=window,
             scale=shape.dim**-0.5,
+            softcap=batch.softcap,
+            sinks=batch.sinks,
         )
     assert_rows_untouched(batch, out, slice(0, batch.decode_tokens), "tokens of decode rows")
     return out[: sum(batch.counts)]
@@ -137,6 +147,13 @@ def test_windows(window: int) -> None:
     rows.
     """
     check(chunks(Shape(2, 1, page=32), [(50, 9), (0, 20), (15, 2)]), config(16, 16), window)
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), SCORES)
+@pytest.mark.parametrize("window", [0, 19])
+def test_bounded_scores_and_sinks(window: int, softcap: float | None, sinks: float | None) -> None:
+    batch = chunks(Shape(10, 2, page=32), [(50, 9), (0, 20), (15, 2)])
+    check(with_scores(batch, softcap, sinks), window=window)
 
 
 @pytest.mark.parametrize("window", [0, 3, 33])

@@ -1,9 +1,10 @@
 """Compilation ahead, without a GPU, in a process of its own (see compile_kernels.py).
 
-Arguments: `MODEL COMMAND`. `keys` prints two lists in JSON of the kernels to compile: for tensors
-without memory, as executor/processes/kernel_compiler.py uses them, and for tensors with memory, on
-the CPU, with a cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a
-worker does, and prints for each kernel whether it was in Triton's cache.
+Arguments: `MODEL COMMAND [SIZES]`. `keys` prints in JSON two lists of the kernels to compile for
+each of SIZES, a JSON list of (ranks, stages, drafts): for tensors without memory, as
+executor/processes/kernel_compiler.py uses them, and for tensors with memory, on the CPU, with a
+cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a worker does, and
+prints for each kernel whether it was in Triton's cache.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def worker(path: str) -> list[tuple[str, bool]]:
 
 
 if __name__ == "__main__":
-    model, command = sys.argv[1:]
+    model, command, *rest = sys.argv[1:]
     if command == "keys":
-        print(json.dumps([keys(model, *sizes) for sizes in ((1, 1, 0), (2, 1, 4), (1, 3, 0))]))
+        print(json.dumps([keys(model, *sizes) for sizes in json.loads(rest[0])]))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:

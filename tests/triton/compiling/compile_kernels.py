@@ -39,16 +39,15 @@ from sidestep.kernels.attention import (
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
 from sidestep.kernels.products import (
-    experts_triton,
     gated_gemm_triton,
     own_linear,
-    routing_triton,
     skinny_linear_triton,
     streamed_config,
 )
+from sidestep.kernels.recurrent import causal_conv_triton, gated_delta_triton, gated_norm_triton
+from sidestep.kernels.recurrent.state_rows import StateRows
 from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
 from sidestep.kernels.triton import (
@@ -59,9 +58,11 @@ from sidestep.kernels.triton import (
     silu_mul_triton,
     token_masks_triton,
 )
+from tests.triton.compiling.compile_experts import launch_experts
+from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32
 
 PROCESSORS = 132
-ROWS, TOKENS, BLOCKS, SLOTS = 256, 8192, 10_000, 512
+ROWS, BLOCKS, SLOTS = 256, 10_000, 512
 QUERIES = 5
 """Query tokens of a decode row that verifies drafts."""
 WORDS = 9
@@ -109,18 +110,6 @@ def compiling(capability: int) -> Iterator[list[Any]]:
         yield compiled
 
 
-def bf16(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
-
-
-def f32(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device="meta")
-
-
-def i32(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.int32, device="meta")
-
-
 def launch_common(model: Model, page: int, window: int) -> None:
     """Launch the kernels that are much the same for every model."""
     x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
@@ -152,13 +141,12 @@ def launch_common(model: Model, page: int, window: int) -> None:
             pdl=launch.has_pdl(torch.device("meta")),
         )
     tables = prepare_step_triton.SlotTables(
-        i32(SLOTS, 600), i32(SLOTS, WORDS), progress, i32(SLOTS, 40_960), max_total=7
+        i32(1, SLOTS, 600), i32(SLOTS, WORDS), progress, i32(SLOTS, 40_960), max_total=7
     )
     for queries in (1, QUERIES):
         inputs = prepare_step_triton.StepInputs(
-            *(i32(TOKENS) for _ in range(3)),
-            *(i32(ROWS) for _ in range(5)),
-            *(i32(ROWS * queries) for _ in range(3)),
+            *(i32(TOKENS), i32(TOKENS), i32(1, TOKENS)),
+            *(i32(*size) for size in [(ROWS,)] * 5 + [(ROWS * queries,)] * 3),
         )
         layout = prepare_step_triton.StepLayout(ROWS, TOKENS)
         prepare_step_triton.prepare_step(i32(100_000), layout, tables, inputs, page, queries)
@@ -267,7 +255,14 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     rope = qkv_rope_triton.Rope(
         f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6
     )
-    for given, queries, valid_lens in ((rope, 1, None), (None, 1, None), (None, QUERIES, rows)):
+    plain, bounded = (None, None), (50.0, f32(model.heads))
+    for given, queries, valid_lens, (softcap, sinks) in (
+        (rope, 1, None, plain),
+        (rope, 1, None, bounded),
+        (None, 1, None, plain),
+        (None, QUERIES, rows, plain),
+        (None, QUERIES, rows, bounded),
+    ):
         decode_attention_triton.decode_attention(
             q,
             cache,
@@ -280,45 +275,61 @@ def launch_attention(model: Model, page: int, window: int) -> None:
             num_heads=model.heads,
             window=window,
             scale=0.1,
+            softcap=softcap,
+            sinks=sinks,
             rope=given,
             queries=queries,
             valid_lens=valid_lens,
         )
-    prefill_attention_triton.prefill_attention(
-        q,
-        cache,
-        tables,
-        rows,
-        rows,
-        starts,
-        rows,
-        out,
-        prefill,
-        num_heads=model.heads,
-        max_tokens=TOKENS,
-        max_rows=ROWS,
-        window=window,
-        scale=0.1,
-    )
+    launch_prompts(model, q, cache, tables, window)
 
 
-def launch_experts(model: Model, page: int, window: int) -> None:
-    """Launch the experts of Qwen3-30B-A3B, Mixtral and DeepSeek-V3: few pairs, and sorted ones."""
-    grouped = Choice(8, sigmoid=True, normalised=True, scale=2.5, groups=8, chosen_groups=4)
-    for hidden, inner, experts, choice in (
-        (2048, 768, 128, Choice(8, normalised=True)),
-        (4096, 14336, 8, Choice(2, normalised=True)),
-        (7168, 2048, 256, grouped),
-    ):
-        gate_up, down = bf16(experts, 2 * inner, hidden), bf16(experts, hidden, inner)
-        bias = f32(experts) if choice.sigmoid else None
-        for rows, gelu in ((1, False), (1, True), (TOKENS, False), (TOKENS, True)):
-            x, weight = bf16(rows, hidden), bf16(experts, hidden)
-            routed: Routed = routing_triton.route(x, weight, bias, choice)
-            for add in (False, True):
-                experts_triton.multiply_experts(
-                    x, routed, gate_up, down, bf16(rows, hidden), add=add, gelu=gelu
-                )
+def launch_prompts(model: Model, q: Tensor, cache: Tensor, tables: Tensor, window: int) -> None:
+    """Launch the attention of prompts."""
+    rows, starts = i32(ROWS), i32(ROWS + 1)
+    for softcap, sinks in ((None, None), (50.0, f32(model.heads))):
+        prefill_attention_triton.prefill_attention(
+            q,
+            cache,
+            tables,
+            rows,
+            rows,
+            starts,
+            rows,
+            bf16(TOKENS, model.heads * model.dim),
+            prefill_attention_triton.prefill_config(model.dim, 2),
+            num_heads=model.heads,
+            max_tokens=TOKENS,
+            max_rows=ROWS,
+            window=window,
+            scale=0.1,
+            softcap=softcap,
+            sinks=sinks,
+        )
+
+
+def launch_recurrent(model: Model, page: int, window: int) -> None:
+    """Launch the gated delta net of Qwen3-Next: steps of decode rows, and with prompts."""
+    keys, values, dim = 16, 32, 128
+    width = (2 * keys + values) * dim
+    projected, weights = bf16(TOKENS, width + values * (dim + 2)), f32(values)
+    conv_state, state = bf16(SLOTS, width, 3), f32(SLOTS, values, dim, dim)
+    for long_rows in (0, 4):
+        rows = StateRows(
+            query_starts=i32(ROWS + 1),
+            state_in=i32(ROWS),
+            state_out=i32(ROWS),
+            save_starts=i32(ROWS + 1),
+            save_offsets=i32(2 * ROWS),
+            save_rows=i32(2 * ROWS),
+            max_long_tokens=TOKENS if long_rows else 0,
+            max_long_rows=long_rows,
+        )
+        qkv = causal_conv_triton.causal_conv(projected[:, :width], bf16(width, 4), conv_state, rows)
+        gates = projected[:, -2 * values :]
+        out = gated_delta_triton.gated_delta(qkv, gates, weights, weights, state, rows, 1e-6)
+    gate = projected[:, width : width + values * dim]
+    gated_norm_triton.gated_rms_norm(out, bf16(dim), gate, 1e-6)
 
 
 ConfigOf = Callable[[int, int, bool], own_linear.Config]
@@ -430,6 +441,7 @@ GROUPS: dict[str, Callable[[Model, int, int], None]] = {
     "attention": launch_attention,
     "products": launch_products,
     "experts": launch_experts,
+    "recurrent": launch_recurrent,
 }
 
 

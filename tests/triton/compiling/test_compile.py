@@ -58,6 +58,16 @@ EXPERTS = {
 }
 
 
+RECURRENT = {
+    "_causal_conv",
+    "_few_tokens",
+    "_chunk_systems",
+    "_chunk_scan",
+    "_chunk_saves",
+    "_gated_rms_norm",
+}
+
+
 @dataclass(frozen=True)
 class Job:
     """One process that compiles."""
@@ -76,7 +86,7 @@ class Job:
 MAIN = [
     Job(80, "Qwen3-0.6B", groups=("attention", "products")),
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
-    Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts")),
+    Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts", "recurrent")),
 ]
 SLOW = [
     Job(capability, model, block_size, window, ("attention",))
@@ -134,6 +144,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "attention": ATTENTION,
         "products": PRODUCTS[job.capability],
         "experts": EXPERTS,
+        "recurrent": RECURRENT,
     }
     assert {kernel["kernel"] for kernel in kernels} == set().union(
         *(expected[group] for group in job.groups)
@@ -159,6 +170,8 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
                 "_streamed",
                 "_grouped_gate_up",
                 "_grouped_down",
+                "_chunk_systems",
+                "_chunk_scan",
             ):
                 assert kernel["wgmma"], "the tensor cores are used as those of older GPUs"
             if kernel["kernel"] == "_one_shot" and "reg" in kernel:

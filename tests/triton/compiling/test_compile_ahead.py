@@ -17,7 +17,11 @@ from tests.e2e.pooling_models import write_classifier
 from tests.processes import PYTHON_PATH, ROOT
 
 
-def run(model: str, command: str, cache: Path) -> str:
+ALONE, IN_A_GROUP, IN_STAGES = (1, 1, 0), (2, 1, 4), (1, 3, 0)
+"""Ranks, stages and drafts of a row."""
+
+
+def run(model: str, cache: Path, *command: str) -> str:
     """Run the program without the interpreter, and with a lifeline, without which forks end."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
@@ -26,7 +30,7 @@ def run(model: str, command: str, cache: Path) -> str:
         "PYTHONPATH": PYTHON_PATH,
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.triton.compiling.compile_ahead", model, command],
+        [sys.executable, "-m", "tests.triton.compiling.compile_ahead", model, *command],
         cwd=ROOT,
         env=env,
         stdin=subprocess.PIPE,
@@ -41,9 +45,17 @@ def run(model: str, command: str, cache: Path) -> str:
     return said
 
 
+def kernels_of(
+    model: str, cache: Path, *sizes: tuple[int, int, int]
+) -> list[tuple[list[str], list[str]]]:
+    """Return for each of the sizes the kernels for tensors without and with memory."""
+    return [tuple(pair) for pair in json.loads(run(model, cache, "keys", json.dumps(sizes)))]
+
+
 def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
     model = write_model("qwen3-tied", tmp_path / "model")
-    alone, in_a_group, in_stages = json.loads(run(model, "keys", tmp_path / "cache"))
+    cache = tmp_path / "cache"
+    alone, in_a_group, in_stages = kernels_of(model, cache, ALONE, IN_A_GROUP, IN_STAGES)
     for (without, with_memory), own in (
         (alone, "_silu_mul"),
         (in_a_group, "_copy_drafts"),
@@ -65,9 +77,20 @@ def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
     assert not any(key.startswith("_match") for key in alone[0]), "there is no speculation"
 
 
+def test_recurrent_layers_need_the_same_kernels(tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    model = write_model("qwen3.5", tmp_path / "model", num_hidden_layers=3, layer_types=layers)
+    for without, with_memory in kernels_of(model, tmp_path / "cache", ALONE, IN_STAGES):
+        assert without == with_memory
+        kernels = {key.split()[0] for key in without}
+        assert {"_causal_conv", "_few_tokens", "_chunk_systems", "_chunk_saves"} <= kernels
+
+
 def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:
     model = write_classifier("qwen3-tied", tmp_path / "model", 2)
-    for without, with_memory in json.loads(run(model, "keys", tmp_path / "cache")):
+    for without, with_memory in kernels_of(
+        model, tmp_path / "cache", ALONE, IN_A_GROUP, IN_STAGES
+    ):
         assert without == with_memory
         kernels = {key.split()[0] for key in without}
         assert {"_prefill", "_rms_norm", "_copy_blocks"} <= kernels
@@ -83,8 +106,8 @@ def test_a_worker_finds_all_in_the_cache(tmp_path: Path) -> None:
     config = tmp_path / "model" / "config.json"
     # With this size one sampler is enough for all rows.
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 320}))
-    run(model, "ahead", tmp_path / "cache")
-    kernels = json.loads(run(model, "worker", tmp_path / "cache"))
+    run(model, tmp_path / "cache", "ahead")
+    kernels = json.loads(run(model, tmp_path / "cache", "worker"))
     assert {"_choose_tokens", "_decode", "_prefill", "_copy_blocks", "_mask_tokens"} <= {
         name for name, _ in kernels
     }

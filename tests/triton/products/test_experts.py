@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
+from sidestep.kernels.products import experts_triton
+from sidestep.kernels.products.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
 from sidestep.kernels.products.experts_triton import few_pairs, multiply_experts, sort_pairs
 from sidestep.kernels.products.routing_triton import route
 from tests.triton.support import (
@@ -31,18 +37,35 @@ def routing(values: Values, rows: int, chosen: int, experts: int) -> Routed:
     return Routed(int32(ids), values.normal(rows, chosen, dtype=torch.float32))
 
 
-def exact(x: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, *, gelu: bool) -> Tensor:
+def exact(
+    x: Tensor,
+    routed: Routed,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    *,
+    gelu: bool = False,
+    clamped: tuple[float, float] | None = None,
+) -> Tensor:
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, (ids, weights) in enumerate(zip(*routed, strict=True)):
         for expert, weight in zip(ids.tolist(), weights.tolist(), strict=True):
-            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
-            activated = (
-                torch.nn.functional.gelu(gate, approximate="tanh")
-                if gelu
-                else gate / (1 + (-gate).exp())
-            )
-            out[token] += weight * (down[expert].double() @ (activated * up))
+            gate, up = product(gate_up, expert, x[token].double()).chunk(2)
+            if clamped is not None:
+                alpha, limit = clamped
+                gate = gate.clamp(max=limit)
+                activated, up = gate * (gate * alpha).sigmoid(), up.clamp(-limit, limit) + 1
+            elif gelu:
+                activated = torch.nn.functional.gelu(gate, approximate="tanh")
+            else:
+                activated = gate / (1 + (-gate).exp())
+            out[token] += weight * product(down, expert, activated * up)
     return out
+
+
+def product(matrix: ExpertMatrix, expert: int, x: Tensor) -> Tensor:
+    values, bias, _ = matrix.decoded(torch.float32)
+    made = values[expert].double() @ x
+    return made if bias is None else made + bias[expert].double()
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -61,18 +84,116 @@ def test_any_size(
         down = guarded(values.normal(experts, width, inner, dtype=dtype, scale=inner**-0.5))
         before = values.normal(rows, width, dtype=dtype)
         routed, out = routing(values, rows, chosen, experts), guarded(before)
-        gelu = rows == 5
+        gelu, matrices = rows == 5, (ExpertMatrix(gate_up), ExpertMatrix(down))
         with unchanged(x=x, gate_up=gate_up, down=down), PoisonedAllocations():
-            multiply_experts(x, routed, gate_up, down, out, add=add, gelu=gelu, few=few)
-        wanted = exact(x, routed, gate_up, down, gelu=gelu) + (before.double() if add else 0)
+            multiply_experts(x, routed, *matrices, out, add=add, gelu=gelu, few=few)
+        wanted = exact(x, routed, *matrices, gelu=gelu) + (before.double() if add else 0)
         assert_close(out, wanted, ulps=16)
+
+
+def packed(values: Values, *shape: int) -> ExpertMatrix:
+    """Return random matrices of MXFP4 with all codes, whose scales are around 1 / 8."""
+    *outer, columns = shape
+    codes = torch.tensor(values.integers(0, 256, torch.Size(shape).numel() // 2), dtype=torch.uint8)
+    scales = torch.tensor(values.integers(120, 126, codes.numel() // 16), dtype=torch.uint8)
+    return ExpertMatrix(
+        codes.view(*outer, columns // 2).to(DEVICE),
+        scales=scales.view(*outer, columns // BLOCK).to(DEVICE),
+    )
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "chosen", "experts", "width", "inner"), [(3, 2, 5, 160, 32), (70, 2, 3, 64, 96)]
+)
+def test_experts_of_gpt_oss(
+    rows: int, chosen: int, experts: int, width: int, inner: int, is_packed: bool, few: bool
+) -> None:
+    """Cover biases, the activation and its limits, and packed matrices; also without a bias."""
+    for dtype in SUPPORTED if rows == 3 else SUPPORTED[:1]:
+        values = Values(rows)
+        x = guarded(values.normal(rows, width, dtype=dtype))
+        shapes = (experts, 2 * inner, width), (experts, width, inner)
+        gate_up, down = (
+            packed(values, *shape)
+            if is_packed
+            else ExpertMatrix(guarded(values.normal(*shape, dtype=dtype, scale=0.2)))
+            for shape in shapes
+        )
+        gate_up = gate_up._replace(bias=guarded(values.normal(*shapes[0][:2], dtype=dtype)))
+        if rows == 3:  # ranks but the first add no bias
+            down = down._replace(bias=guarded(values.normal(*shapes[1][:2], dtype=dtype)))
+        routed, out = routing(values, rows, chosen, experts), guarded(x)
+        clamped = 1.702, 1.5
+        with unchanged(x=x), PoisonedAllocations():
+            multiply_experts(x, routed, gate_up, down, out, add=False, clamped=clamped, few=few)
+        # The unit is that of the largest number, as in sums of products of all sizes.
+        wanted = exact(x, routed, gate_up, down, clamped=clamped)
+        scale = max(1.0, float(wanted.abs().max()))
+        assert_close(out / scale, wanted / scale, ulps=16, float32_ulps=32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
+def _store_weights(
+    values: Any, scales: Any, out: Any, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
+) -> None:
+    rows = tl.arange(0, N)[:, None]
+    for at in range(0, K, STEP):
+        columns = at + tl.arange(0, STEP)[None, :]
+        tile = experts_triton._weights(values, scales, rows, at, K, STEP)
+        tl.store(out + rows * K + columns, tile, mask=columns < K)
+
+
+def test_all_numbers_of_mxfp4_are_exact() -> None:
+    """Cover every code with every scale but 255, which stands for no number."""
+    half = torch.arange(16, dtype=torch.uint8)
+    codes = (half | (15 - half) << 4).tile(16, 17).to(DEVICE)
+    scales = torch.arange(16 * 17).clamp(max=254).to(torch.uint8).view(16, 17).to(DEVICE)
+    out = torch.zeros(16, 17 * BLOCK, device=DEVICE)
+    _store_weights[(1,)](codes, scales, out, 16, 17 * BLOCK, 64)
+    assert torch.equal(out, decode_mxfp4(codes, scales))
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_of_several_ranks_each_multiplies_the_pairs_of_its_own_experts(
+    biased: bool, few: bool
+) -> None:
+    rows, chosen, experts, width, inner = 90, 3, 6, 40, 33
+    values = Values(11)
+    x = values.normal(rows, width, dtype=DTYPE)
+    shapes = (experts, 2 * inner, width), (experts, width, inner)
+    gate_up, down = (
+        ExpertMatrix(
+            values.normal(*shape, dtype=DTYPE, scale=shape[2] ** -0.5),
+            values.normal(*shape[:2], dtype=DTYPE) if biased else None,
+        )
+        for shape in shapes
+    )
+    routed = routing(values, rows, chosen, experts)
+    routed.ids[:5] = int32([[5, 3, 4]])  # nothing for the first rank
+    for own in (range(2), range(2, 6)):
+        local, out = routed.on_rank(own), guarded(values.normal(rows, width, dtype=DTYPE))
+        mine = [
+            ExpertMatrix(
+                guarded(matrix.values[own.start : own.stop]),
+                None if matrix.bias is None else guarded(matrix.bias[own.start : own.stop]),
+            )
+            for matrix in (gate_up, down)
+        ]
+        with PoisonedAllocations():
+            multiply_experts(x, local, mine[0], mine[1], out, add=False, few=few, some=True)
+        weights = routed.weights.masked_fill(local.ids < 0, 0)
+        assert_close(out, exact(x, Routed(routed.ids, weights), gate_up, down), ulps=16)
 
 
 @pytest.mark.parametrize("few", [True, False])
 def test_a_token_does_not_depend_on_those_beside_it(few: bool) -> None:
     values = Values(4)
     x, routed = values.normal(9, 40, dtype=DTYPE), routing(values, 9, 2, 5)
-    gate_up, down = values.normal(5, 60, 40, dtype=DTYPE), values.normal(5, 40, 30, dtype=DTYPE)
+    gate_up = ExpertMatrix(values.normal(5, 60, 40, dtype=DTYPE))
+    down = ExpertMatrix(values.normal(5, 40, 30, dtype=DTYPE))
 
     def run(rows: int) -> Tensor:
         out = torch.zeros(rows, 40, dtype=DTYPE, device=DEVICE)
@@ -133,6 +254,18 @@ def test_the_choice_equals_the_reference(choice: Choice, biased: bool) -> None:
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     torch.testing.assert_close(got.weights.cpu(), expected.weights)
+
+
+@pytest.mark.parametrize("own", [range(4), range(4, 8), range(8, 12)], ids=str)
+def test_the_choice_by_the_numbers_of_a_rank(own: range) -> None:
+    values, choice = Values(8), Choice(3, normalised=True)
+    x, weight = (values.normal(rows, 70, dtype=torch.float32) for rows in (20, 12))
+    got, whole = route(x, weight, None, choice, own), route(x, weight, None, choice)
+    assert got.ids.tolist() == [
+        [one - own.start if one in own else -1 for one in row] for row in whole.ids.tolist()
+    ]
+    assert torch.equal(got.ids, whole.on_rank(own).ids)
+    assert torch.equal(got.weights, whole.weights)
 
 
 def test_of_equal_scores_the_lowest_index_is_chosen() -> None:

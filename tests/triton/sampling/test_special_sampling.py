@@ -71,7 +71,7 @@ def prepared(requests: dict[int, Request], plain: Sequence[int] = ()) -> Step:
     message = make_step(rows, requests, 6)
     state.apply(message)
     batch = make_batch(state, message, 16)
-    tables = make_slot_tables(LIMITS, 64, 16, DEVICE, last=True)
+    tables = make_slot_tables(LIMITS, 64, 16, 1, DEVICE, last=True)
     tables.parameters.copy_(torch.from_numpy(device_words(state.records).copy()))
     tables.progress.fill_(-1)
     setup = ProcessorSetup(device=DEVICE, vocab_size=VOCAB, num_slots=LIMITS.num_slots)

@@ -4,8 +4,9 @@
 
 All run the same steps. There are as many groups of requests as stages, and they take turns: a stage
 computes one while the ids of the others are in transit. With DRAFTS, steps that decode verify up to
-that many drafts a row. The program prints in JSON the tokens of each step, or with drafts those of
-each slot, from the last stage's ranks and from one rank on the CPU, which has no drafts.
+that many drafts a row. Ranks have whole experts. The program prints in JSON the tokens of each
+step, or with drafts those of each slot, from the last stage's ranks and from one rank on the CPU,
+which has no drafts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import Runner
+from sidestep.ipc.config import with_whole_experts
+from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import StepInput
 from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
@@ -45,7 +48,8 @@ def group(number: int, stages: int) -> list[StepInput]:
     requests = mixed_requests()[number : number + 2]
     steps = []
     for turn, (step, _) in enumerate(schedule(requests, 12, 16)):
-        step.entering["slot"] += 2 * number
+        for name in ("slot", "state"):
+            step.entering[name] += 2 * number
         beat = turn * stages + number
         steps.append(
             replace(
@@ -108,9 +112,14 @@ def tokens(runner: Runner, steps: list[StepInput]) -> list[list[int]]:
 
 
 def run_rank(model: str, rank: int, size: int, stages: int, drafts: int, folder: Path) -> None:
+    args = worker_args(
+        model, drafts=drafts, tensor_parallel_size=size, pipeline_parallel_size=stages
+    )
+    has_experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in args.spec.layers)
     args = replace(
-        worker_args(model, drafts=drafts, tensor_parallel_size=size, pipeline_parallel_size=stages),
+        args,
         rank=rank,
+        spec=with_whole_experts(args.spec) if has_experts else args.spec,
         rendezvous=str(folder / "meeting"),
     )
     with standing_in():

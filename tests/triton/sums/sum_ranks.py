@@ -31,6 +31,7 @@ from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import PeerSums, try_sums
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.sums import all_reduce_triton, pushed_sum_triton
 from sidestep.kernels.sums.all_reduce_triton import Kind, SumConfig, sum_parts
@@ -281,7 +282,7 @@ class Attention:
     def __init__(self, width: int) -> None:
         self._width = width
 
-    def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, norms: object, sinks: object = None) -> Tensor:
         return qkv[:, : self._width]
 
 
@@ -300,7 +301,7 @@ def states(rank: int, ranks: int, peers: PeerSums | None) -> Iterator[Stream]:
     parallel = Parallel()
     parallel.rank, parallel.size, parallel._peers = rank, ranks, peers
     model = DecoderForCausalLM(spec, DummyWeights(0, torch.float32, torch.device("cpu")), parallel)
-    attention: Any = Attention(4 * spec.layers[0].mixer.head_dim // ranks)
+    attention: Any = Attention(4 * attention_of(spec.layers)[0].head_dim // ranks)
     for tokens, rows in ((1, None), (7, torch.tensor([2, 6])), (1, None)):
         yield model.states(torch.arange(tokens) * 7 % 37, attention, rows)
 

@@ -26,13 +26,13 @@ def test_a_prompt_in_chunks_and_then_its_tokens() -> None:
     first = run(state, make_step([(2, 6, [7, 3])], {2: Request(prompt, 5)}))
     assert first.token_ids.tolist() == prompt[:6]
     assert first.positions.tolist() == [0, 1, 2, 3, 4, 5]
-    assert first.slot_mapping.tolist() == [28, 29, 30, 31, 12, 13]
+    assert first.slot_mapping[0].tolist() == [28, 29, 30, 31, 12, 13]
     assert (
         first.sampling_rows.tolist() == first.logits_tokens.tolist() == first.unknown.tolist() == []
     )
     second = run(state, make_step([(2, 4, [9])]))
     assert second.token_ids.tolist() == prompt[6:]
-    assert second.slot_mapping.tolist() == [14, 15, 36, 37]
+    assert second.slot_mapping[0].tolist() == [14, 15, 36, 37]
     assert (second.sampling_rows.tolist(), second.logits_tokens.tolist()) == ([0], [3])
     third = run(state, make_step([(2, 1, [])]))
     assert (third.positions.tolist(), third.unknown.tolist(), third.row_slots.tolist()) == (
@@ -40,7 +40,7 @@ def test_a_prompt_in_chunks_and_then_its_tokens() -> None:
         [0],
         [2],
     )
-    assert third.slot_mapping.tolist() == [38]
+    assert third.slot_mapping[0].tolist() == [38]
     assert third.seq_lens.tolist() == [11]
 
 
@@ -63,7 +63,7 @@ def test_a_prefix_that_is_in_the_cache_is_not_computed() -> None:
         state, make_step([(1, 3, [5, 6, 8])], {1: Request(list(range(11)), 2, num_computed=8)})
     )
     assert batch.token_ids.tolist() == [8, 9, 10]
-    assert batch.slot_mapping.tolist() == [32, 33, 34]
+    assert batch.slot_mapping[0].tolist() == [32, 33, 34]
     assert batch.sampling_rows.tolist() == [0]
 
 
@@ -77,7 +77,7 @@ def test_a_slot_that_is_taken_again_remembers_nothing() -> None:
         ),
     )
     batch = run(state, make_step([(1, 2, [6])], {1: Request([7, 9], 2)}))
-    assert (batch.token_ids.tolist(), batch.slot_mapping.tolist()) == ([7, 9], [24, 25])
+    assert (batch.token_ids.tolist(), batch.slot_mapping[0].tolist()) == ([7, 9], [24, 25])
     assert (state.temperature[1], state.min_tokens[1], len(state.stop_ids[1])) == (0, 0, 0)
 
 
@@ -90,7 +90,7 @@ def test_nothing_kept_is_a_view_of_the_step() -> None:
         getattr(step, name).fill(-1)
     assert state.token_ids[0, :3].tolist() == [1, 2, 3]
     assert state.stop_ids[0].tolist() == [5, 6]
-    assert state.block_table[0, 0] == 2
+    assert state.block_tables[0, 0, 0] == 2
 
 
 def test_whole_runs_give_every_token_its_own_place() -> None:
@@ -98,8 +98,8 @@ def test_whole_runs_give_every_token_its_own_place() -> None:
     state, seen, sampled = new_state(8), set[int](), 0
     for step, sampling in schedule(requests, budget=11, block_size=BLOCK):
         batch = run(state, step)
-        written = set(batch.slot_mapping.tolist())
-        assert len(written) == len(batch.slot_mapping) <= 11
+        written = set(batch.slot_mapping[0].tolist())
+        assert len(written) == batch.slot_mapping.size <= 11
         assert not written & seen
         assert [requests[s] for s in batch.slots[batch.sampling_rows]] == sampling
         seen |= written

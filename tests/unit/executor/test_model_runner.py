@@ -16,9 +16,10 @@ from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
-from tests.unit.executor.steps import Request, make_step, schedule
+from tests.unit.executor.steps import Request, make_step, schedule, windows_of
 
 VOCAB = 257
 """Size of the smallest family's vocabulary, so that prompts fit all families."""
@@ -51,7 +52,7 @@ def run(
     runner: ModelRunner, requests: Sequence[Request], budget: int = 64, block_size: int = 16
 ) -> list[list[int]]:
     """Run all requests to their ends."""
-    for step, sampling in schedule(requests, budget, block_size):
+    for step, sampling in schedule(requests, budget, block_size, windows_of(runner)):
         output = runner.execute(step).wait()
         assert output.step_id == step.step_id
         assert output.start_ns <= output.end_ns
@@ -103,7 +104,8 @@ def test_tokens_are_taken_from_the_device_when_nobody_waits(tmp_path: Path) -> N
     prompts = random_prompts(6, VOCAB)
     expected = run(runner, [Request(p, 8) for p in prompts])
     requests = [Request(p, 8) for p in prompts]
-    launched = [(runner.execute(step), sampling) for step, sampling in schedule(requests, 40, 16)]
+    steps = schedule(requests, 40, 16, windows_of(runner))
+    launched = [(runner.execute(step), sampling) for step, sampling in steps]
     for pending, sampling in launched:
         for request, token in zip(sampling, pending.wait().token_ids.tolist(), strict=True):
             request.output.append(token)
@@ -154,7 +156,7 @@ def test_bad_checkpoints_say_what_is_wrong(tmp_path: Path) -> None:
 def test_the_cache_is_as_large_as_asked_useful_or_possible(tmp_path: Path) -> None:
     path = write_model("llama-gqa", tmp_path)
     spec = load_model_spec(path)
-    token_bytes = 4 * sum(2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in spec.layers)
+    token_bytes = 4 * sum(2 * one.num_kv_heads * one.head_dim for one in attention_of(spec.layers))
 
     def blocks(**cache: Any) -> int:
         args = WorkerArgs(

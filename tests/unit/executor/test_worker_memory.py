@@ -21,6 +21,7 @@ from sidestep.ipc.config_sections import (
     ParallelConfig,
     SchedulerConfig,
 )
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import load_model_spec
 
 STEPS = """
@@ -92,7 +93,7 @@ def test_a_small_model_has_a_small_cache() -> None:
         max_model_len=2048,
     )
     limits = args.scheduler.limits("cpu")
-    token_bytes = 4 * sum(2 * one.mixer.num_kv_heads * one.mixer.head_dim for one in spec.layers)
+    token_bytes = 4 * sum(2 * one.num_kv_heads * one.head_dim for one in attention_of(spec.layers))
     blocks = cpu_kv_blocks(args, limits, token_bytes, 16)
     assert 16 * blocks >= max(2048, 32 * limits.max_num_seqs)
     assert 16 * blocks * token_bytes <= 256 << 20

@@ -10,6 +10,7 @@ from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.common.options import parse_bytes, parse_length
 from sidestep.ipc.config_sections import ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.layer_split import split_layers
 from sidestep.ipc.model.model_spec import load_model_spec
 
@@ -234,7 +235,7 @@ def test_generation_config_names_the_stop_tokens(tmp_path: Path) -> None:
 def test_windows_follow_the_family(tmp_path: Path) -> None:
     def windows(**changes: Any) -> tuple[int, ...]:
         spec = EngineArgs(model=write(tmp_path, **changes)).create_engine_config().spec
-        return tuple(layer.mixer.window for layer in spec.layers)
+        return tuple(mixer.window for mixer in attention_of(spec.layers))
 
     assert windows(architectures=["MistralForCausalLM"], sliding_window=8) == (8, 8)
     assert windows(architectures=["MistralForCausalLM"]) == (0, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sidestep.ipc.model.families.decoder_config import read_mlp
+from sidestep.ipc.model.families.decoder_config import read_activation
 from sidestep.ipc.model.hf_config import HfConfig
 from sidestep.ipc.model.layer_spec import (
     AttentionSpec,
@@ -20,7 +20,7 @@ from sidestep.ipc.model.layer_spec import (
 
 def read_experts(config: HfConfig, **fields: Any) -> ExpertsSpec:
     """Return the experts of a layer. fields: of ExpertsSpec, which replace what is read here."""
-    read: dict[str, Any] = {"activation": read_mlp(config).activation}
+    read: dict[str, Any] = {"activation": read_activation(config)}
     if "num_experts" not in fields:
         read["num_experts"] = read_num_experts(config)
     if "width" not in fields:

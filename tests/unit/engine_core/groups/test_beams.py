@@ -16,7 +16,8 @@ import pytest
 from sidestep.engine_core.groups.beam_search import BeamSearch
 from sidestep.engine_core.groups.beams import BeamGroup
 from sidestep.engine_core.requests.candidates import Candidates
-from sidestep.executor.runner.fake import candidates, chain, expected_tokens
+from sidestep.executor.runner.fake import candidates, expected_tokens
+from sidestep.executor.runner.fake_parts import chain
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.transport.messages import FinishReason, unpack_ids

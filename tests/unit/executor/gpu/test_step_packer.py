@@ -39,7 +39,7 @@ def ints(*size: int) -> torch.Tensor:
 
 def new_tables(slots: int) -> SlotTables:
     return SlotTables(
-        block_tables=ints(slots, LONGEST // BLOCK),
+        block_tables=ints(1, slots, LONGEST // BLOCK),
         parameters=ints(slots, DEVICE_WORDS),
         progress=ints(slots, DRAFTS),
         tokens=ints(slots, LONGEST),
@@ -78,15 +78,14 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         message.fill_(-7)
         message[:used].copy_(packer.buffers[number % ROTATION][:used])
         inputs = StepInputs(
-            *(ints(tokens + 3) for _ in range(3)),
-            *(ints(rows) for _ in range(5)),
-            *(ints(rows) for _ in range(3)),
+            *(ints(tokens + 3), ints(tokens + 3), ints(1, tokens + 3)),
+            *(ints(rows) for _ in range(8)),
         )
         prepare_step(message, layout, tables, inputs, BLOCK)
         expected = np.where(batch.token_ids < 0, 1000 + batch.row_slots, batch.token_ids)
         assert inputs.token_ids.tolist() == [*expected.tolist(), 0, 0, 0]
         assert inputs.positions.tolist() == [*batch.positions.tolist(), 0, 0, 0]
-        assert inputs.slot_mapping.tolist() == [*batch.slot_mapping.tolist(), -1, -1, -1]
+        assert inputs.slot_mapping[0].tolist() == [*batch.slot_mapping[0].tolist(), -1, -1, -1]
         assert inputs.last_tokens.tolist() == (batch.query_starts[1:] - 1).tolist()
         assert inputs.seq_lens.tolist() == batch.seq_lens.tolist()
         # The kernels that sample advance the slots.
@@ -110,7 +109,10 @@ def test_random_requests_reach_the_device_as_the_host_sees_them() -> None:
         known = tables.tokens[slot, : len(request.prompt)].tolist()
         assert tables.progress[slot, NUM_COMPUTED] == computed and known == request.prompt
         held = int(state.num_blocks[slot])
-        assert tables.block_tables[slot, :held].tolist() == state.block_table[slot, :held].tolist()
+        assert (
+            tables.block_tables[0, slot, :held].tolist()
+            == state.block_tables[0, slot, :held].tolist()
+        )
 
 
 def test_stop_tokens_are_masked_until_there_are_enough_outputs() -> None:

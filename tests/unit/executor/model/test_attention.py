@@ -51,7 +51,14 @@ def backend(request: pytest.FixtureRequest) -> type[AttentionBackend]:
     return found
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+def exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the exact attention of the last N of L tokens. q [N, H, D]; k, v [L, KVH, D]."""
     count, heads, dim = q.shape
     length, kv_heads = k.shape[:2]
@@ -61,7 +68,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     hidden = key > query
     if window:
         hidden |= key <= query - window
-    return torch.einsum("hnl,lhd->nhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, count, 1)], -1)
+    return torch.einsum("hnl,lhd->nhd", scores.softmax(-1)[..., :length], v)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -79,6 +91,11 @@ def turned(x: Tensor, first: int) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
+def apart(x: Tensor, columns: int) -> Tensor:
+    """Return a copy of x [T, N] whose rows lie apart, as parts of a larger product do."""
+    return torch.cat([x, x.new_full((len(x), columns), torch.nan)], 1)[:, : x.shape[1]]
+
+
 class Sequences:
     """Rows in a cache with blocks in random order, and the keys and values that went in."""
 
@@ -93,6 +110,8 @@ class Sequences:
         windows: tuple[int, ...],
         longest: int = 200,
         seed: int = 0,
+        softcaps: tuple[float | None, ...] = (),
+        has_sinks: bool = False,
     ) -> None:
         dim = dim if not backend.head_dims or dim in backend.head_dims else backend.head_dims[0]
         self.dtype = torch.float32 if torch.float32 in backend.dtypes else torch.bfloat16
@@ -111,7 +130,10 @@ class Sequences:
             num_kv_heads=kv_heads,
             head_dim=dim,
             windows=windows,
+            softcaps=softcaps,
+            has_sinks=has_sinks,
         )
+        self.shape, self.sinks = shape, torch.randn(heads) if has_sinks else None
         self.backend = backend(
             AttentionSetup(
                 shape=shape,
@@ -165,9 +187,12 @@ class Sequences:
             qkv = self.rounded(
                 torch.randn(batch.total_tokens, self.heads + 2 * self.kv_heads, self.dim)
             )
+            sinks = None if self.sinks is None else self.sinks.to(DEVICE)
             on_device = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
             got = (
-                self.backend.attend(layer, qkv.flatten(1).clone().to(DEVICE), on_device)
+                self.backend.attend(
+                    layer, apart(qkv.flatten(1).to(DEVICE), self.dim), on_device, sinks
+                )
                 .cpu()
                 .double()
             )
@@ -189,7 +214,10 @@ class Sequences:
         first = self.lengths[row] - len(qkv)
         q, k = turned(q, first), turned(k, first)
         own = self.kv[row][layer] = torch.cat([self.kv[row][layer], torch.cat([k, v], 1)])
-        return exact(q, own[:, : self.kv_heads], own[:, self.kv_heads :], window).flatten(1)
+        scores = self.shape.softcap(layer), self.sinks
+        return exact(q, own[:, : self.kv_heads], own[:, self.kv_heads :], window, *scores).flatten(
+            1
+        )
 
     def on_device(self, batch: HostBatch, queries: int) -> StepBatch:
         def tensor(values: object) -> Tensor:
@@ -206,7 +234,7 @@ class Sequences:
                 slots=tensor(batch.slots),
                 seq_lens=tensor(batch.seq_lens),
                 query_starts=tensor(batch.query_starts),
-                block_tables=tensor(self.state.block_table),
+                block_tables=tensor(self.state.block_tables),
                 max_decode_rows=decodes,
                 max_prompt_rows=rows - decodes,
                 queries=queries,
@@ -262,6 +290,19 @@ def test_decode_rows_of_several_queries(backend: type[AttentionBackend], queries
     for rows in (range(6), range(3), [5]):
         sequences.step(dict.fromkeys(rows, queries), queries)
         sequences.step(dict.fromkeys(rows, 1))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_bounded_scores_and_sinks(backend: type[AttentionBackend], has_sinks: bool) -> None:
+    """Cover layers with and without a bound, with one or two windows."""
+    if "FlashInfer" in backend.__name__:
+        pytest.skip("refuses such models")
+    softcaps = (None, None) if has_sinks else (2.0, None)
+    sequences = Sequences(
+        backend, 4, 6, 2, 24, 16, (0, 9), seed=4, softcaps=softcaps, has_sinks=has_sinks
+    )
+    for counts in ({0: 1, 1: 30, 2: 9}, {0: 1, 1: 1, 2: 1}, {0: 12, 1: 1, 3: 40}):
+        sequences.step(counts)
 
 
 @pytest.mark.parametrize("block_size", [1, 4])

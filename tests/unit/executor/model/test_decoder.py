@@ -16,13 +16,13 @@ from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.ipc.model.layer_spec import Activation
+from sidestep.ipc.model.layer_spec import Activation, attention_of
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from tests.fakes import make_spec
 
 SMALL = make_spec(3)
-WIDTH = SMALL.layers[0].mixer.num_heads * SMALL.layers[0].mixer.head_dim
+WIDTH = attention_of(SMALL.layers)[0].num_heads * attention_of(SMALL.layers)[0].head_dim
 
 
 class DifferentNorms(DummyWeights):
@@ -44,7 +44,7 @@ class DifferentNorms(DummyWeights):
 class NoAttention:
     """A stand-in for an attention backend: it returns each token's queries."""
 
-    def attend(self, layer: int, qkv: Tensor, norms: object) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, norms: object, sinks: object = None) -> Tensor:
         return qkv[:, :WIDTH]
 
 

@@ -224,6 +224,13 @@ def test_a_head_size_that_flashinfer_lacks_is_refused() -> None:
         FlashInferAttention(make_setup(head_dim=80))
 
 
+@pytest.mark.parametrize("field", [{"softcaps": (None, 50.0)}, {"has_sinks": True}], ids=str)
+def test_scores_that_flashinfer_is_not_asked_for_are_refused(field: dict[str, Any]) -> None:
+    setup = make_setup()
+    with pytest.raises(EngineStartError, match=r"^attention_backend: .* without sinks .*; choose"):
+        FlashInferAttention(replace(setup, shape=replace(setup.shape, **field)))
+
+
 def test_kernels_that_cannot_be_compiled_are_a_refusal_to_start(
     package: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import LogprobColumns
+from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.paged_attention import (
     causal_mask,
     decode_attention,
@@ -30,7 +31,7 @@ from sidestep.kernels.ops.routing import Choice, choose_experts
 from sidestep.kernels.ops.sampling import mask_top_k_top_p_min_p, sample
 from sidestep.kernels.ops.silu_mul import silu_mul
 from tests.e2e.models import random_prompts, write_model
-from tests.unit.executor.steps import Request, schedule
+from tests.unit.executor.steps import Request, schedule, windows_of
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,8 +97,9 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
 
 
 @pytest.mark.parametrize("width", [94, 1000, 3072, 14336])
-def test_the_activation(width: int) -> None:
-    check(silu_mul, torch.randn(ROWS, 2 * width))
+def test_activations(width: int) -> None:
+    for activation in (silu_mul, partial(clamped_swiglu, alpha=1.7, limit=1.0)):
+        check(activation, torch.randn(ROWS, 2 * width))
 
 
 @pytest.mark.parametrize("experts", [5, 72, 256])
@@ -147,23 +149,33 @@ HEADS = [
     (4, 2, 80),
     (5, 5, 128),
 ]
+SCORES = {
+    "plain": (None, False),
+    "softcap": (3.0, False),
+    "sinks": (None, True),
+    "both": (3.0, True),
+}
+"""Softcap, and whether there are sinks."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
+@pytest.mark.parametrize("scores", SCORES)
 def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    scores: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     length = 600
     q = torch.randn(length, heads, dim).to(dtype)
     kv = torch.randn(padded_length(length), 2 * kv_heads, dim).to(dtype).float()
+    softcap, has_sinks = SCORES[scores]
+    how = dim**-0.5, softcap, torch.randn(heads) if has_sinks else None
 
     def chunk(first: int, last: int) -> Tensor:
         """Return the attention of consecutive positions, which have one padded length."""
         keys = padded_length(last)
         mask = causal_mask(first, last - first, keys, 0, torch.device("cpu"))
-        return prefill_attention(q[first:last], kv[:keys], mask, dim**-0.5)
+        return prefill_attention(q[first:last], kv[:keys], mask, *how)
 
     for start, end in ((0, 64), (64, 128), (128, 256), (256, 512), (512, 600)):
         whole = chunk(start, end)
@@ -183,8 +195,8 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
         masks = torch.stack([causal_mask(p, 1, keys, 0, torch.device("cpu")) for p in positions])[
             :, :, None
         ]
-        alone = decode_attention(q[positions[1:2]], rows[:1], masks[1:2], dim**-0.5)
-        together = decode_attention(q[positions], rows, masks, dim**-0.5)
+        alone = decode_attention(q[positions[1:2]], rows[:1], masks[1:2], *how)
+        together = decode_attention(q[positions], rows, masks, *how)
         assert torch.equal(together[1:2], alone)
         assert torch.equal(together, whole[[p - start for p in positions]])
 
@@ -196,6 +208,8 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
         ("llama-mqa-odd-sizes", torch.float32),
         ("qwen3-tied", torch.bfloat16),
         ("mistral-window", torch.float32),
+        ("gemma2", torch.float32),
+        ("gpt-oss", torch.float32),
         ("qwen3-moe", torch.float32),
         ("glm4-moe", torch.float32),
         ("qwen3-moe", torch.bfloat16),
@@ -216,7 +230,7 @@ def test_a_model_gives_a_request_the_same_bits_alone_and_among_others(
             for i in chosen
         ]
         seen: dict[int, list[bytes]] = {id(request): [] for request in requests}
-        for step, sampling in schedule(requests, budget, 16):
+        for step, sampling in schedule(requests, budget, 16, windows_of(runner)):
             output = runner.execute(step).wait()
             if not sampling:
                 continue

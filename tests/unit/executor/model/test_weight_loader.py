@@ -86,6 +86,18 @@ def test_whole_tensors_rows_and_columns(tmp_path: Path, kind: Kind, shards: int)
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_items_of_a_tensor(tmp_path: Path, kind: Kind) -> None:
+    whole = tensors()["a.weight"]
+    with opened(write(tmp_path, kind)) as weights:
+        assert torch.equal(weights.item("a.weight", (6, 4), 5), whole[5])
+        assert torch.equal(weights.item("a.weight", (6, 4), 2, rows=range(1, 3)), whole[2, 1:3])
+        with pytest.raises(EngineStartError, match=r"a\.weight has shape \[6, 4\]"):
+            weights.item("a.weight", (6, 5), 0)
+        with pytest.raises(EngineStartError, match=r"a\.weight is torch\.float32 .* not uint8"):
+            weights.packed_item("a.weight", (6, 4), 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_take_the_type_of_the_run(tmp_path: Path, kind: Kind, dtype: torch.dtype) -> None:
     with opened(write(tmp_path, kind), dtype) as weights:

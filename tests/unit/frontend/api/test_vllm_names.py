@@ -320,7 +320,7 @@ def test_each_flag_of_vllm_serve_is_one_sentence() -> None:
         ["--swap_space=4"],
         ["-q", "fp8"],
         ["-O3"],
-        ["--enable-expert-parallel"],
+        ["--enable-eplb"],
         ["-tp", "2", "--nnodes", "2"],
     ],
 )

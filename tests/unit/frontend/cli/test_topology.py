@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -289,3 +290,24 @@ def test_memory_must_be_given_where_there_is_no_gpu(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["topology", "--gpus", "8"]) == 1
     assert "gpu_memory: is needed" in capsys.readouterr().err
+
+
+def test_layers_with_a_window_leave_room_for_more_long_requests() -> None:
+    """Requests of 128k tokens keep all tokens in one layer of four, and a window in the others."""
+    shape = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
+    all_full = make_spec(32, hidden_size=1024, vocab_size=96, mixer=shape)
+    layers = tuple(
+        layer
+        if index % 4 == 3
+        else make_spec(hidden_size=1024, mixer={**shape, "window": 4096}).layers[0]
+        for index, layer in enumerate(all_full.layers)
+    )
+    with_windows = msgspec.structs.replace(all_full, layers=layers)
+    full, windows = (
+        sizes_on(spec, 1, 141 * GIB, max_model_len=1 << 17)[1, 1, 1].full_requests
+        for spec in (all_full, with_windows)
+    )
+    # Windows and the longest row, beside the blocks of the layers that keep all.
+    blocks, own = (1 << 17) // 64, (4095 + 33 * 256 + 2 * 1) // 64 + 2
+    assert windows / full == pytest.approx(4 * blocks / (blocks + 3 * own), rel=0.02)
+    assert windows > 3 * full

@@ -10,7 +10,7 @@ import pytest
 
 from sidestep.frontend.planning.topology import Shard
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
-from sidestep.ipc.config import check_tensor_parallel
+from sidestep.ipc.config import check_tensor_parallel, with_whole_experts
 from sidestep.ipc.model.layer_spec import ExpertsSpec, MlpSpec
 from sidestep.ipc.model.layer_split import split_layers, stage_of
 from sidestep.ipc.model.model_size import num_parameters
@@ -62,6 +62,22 @@ def test_an_expert_is_divided_by_its_own_width(tmp_path: Path) -> None:
     check_tensor_parallel(spec, 2)
     with pytest.raises(ValidationError, match="intermediate size of an expert"):
         check_tensor_parallel(spec, 4)
+
+
+def test_ranks_with_whole_experts_have_as_much_of_them(tmp_path: Path) -> None:
+    apart = load(tmp_path, QWEN3_30B, moe_intermediate_size=770)
+    whole = with_whole_experts(apart)
+    check_tensor_parallel(whole, 4)  # 770 does not divide among 4 ranks
+    with pytest.raises(ValidationError, match="does not divide the model's 126 experts"):
+        check_tensor_parallel(with_whole_experts(load(tmp_path, QWEN3_30B, num_experts=126)), 4)
+    shards = [Shard(spec, 2, stage_of((48,), 0)) for spec in (apart, whole)]
+    assert shards[0].weights == shards[1].weights and shards[0].read == shards[1].read
+
+
+def test_expert_parallelism_of_a_model_without_experts_is_refused(tmp_path: Path) -> None:
+    spec = load(tmp_path, {**QWEN3_30B, "architectures": ["Qwen3ForCausalLM"]})
+    with pytest.raises(ValidationError, match="enable_expert_parallel: the model has no experts"):
+        with_whole_experts(spec)
 
 
 def test_a_stage_of_dense_layers_has_more_of_them(tmp_path: Path) -> None:

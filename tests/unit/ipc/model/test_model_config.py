@@ -14,7 +14,7 @@ import pytest
 from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.model.layer_spec import RopeSpec
+from sidestep.ipc.model.layer_spec import RopeSpec, attention_of
 
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -46,8 +46,9 @@ def read(folder: Path, changes: dict[str, Any] | None = None, **options: Any) ->
 
 def rope_of(config: EngineConfig) -> RopeSpec:
     """Return the rotary embedding, which is the same in all layers."""
-    rope = config.spec.layers[0].mixer.rope
-    assert rope is not None and all(layer.mixer.rope == rope for layer in config.spec.layers)
+    ropes = [mixer.rope for mixer in attention_of(config.spec.layers)]
+    rope = ropes[0]
+    assert rope is not None and all(one == rope for one in ropes)
     return rope
 
 
@@ -243,7 +244,7 @@ def test_a_field_of_another_type_is_refused_in_one_sentence(
 
 def test_a_null_is_a_field_that_is_not_there(tmp_path: Path) -> None:
     spec = read(tmp_path, {"head_dim": None, "num_key_value_heads": None, "layer_types": None}).spec
-    found = [(one.mixer.head_dim, one.mixer.num_kv_heads, one.mixer.window) for one in spec.layers]
+    found = [(one.head_dim, one.num_kv_heads, one.window) for one in attention_of(spec.layers)]
     assert found == [(16, 4, 0)] * 2
 
 

@@ -1,0 +1,53 @@
+"""Sizes of layers and of their parts, and the numbers that ranks share out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSize:
+    """Counts of a layer or of one of its parts, or of one rank's share; numbers, not bytes."""
+
+    matrices: int = 0
+    """Weights of products."""
+    active: int = 0
+    """Weights of products that one token is multiplied with."""
+    vectors: int = 0
+    """Biases, and the weights of norms."""
+    kv_per_token: int = 0
+    """Keys and values of a token in the cache."""
+    state: int = 0
+    """Numbers of a sequence's state, however long it is. Each step reads and writes them."""
+    widest: int = 0
+    """Most numbers of a token that are in memory between two products."""
+
+    @property
+    def parameters(self) -> int:
+        """All weights."""
+        return self.matrices + self.vectors
+
+    def __add__(self, other: LayerSize) -> LayerSize:
+        return LayerSize(
+            matrices=self.matrices + other.matrices,
+            active=self.active + other.active,
+            vectors=self.vectors + other.vectors,
+            kv_per_token=self.kv_per_token + other.kv_per_token,
+            state=self.state + other.state,
+            widest=max(self.widest, other.widest),
+        )
+
+
+class Divided(msgspec.Struct, frozen=True):
+    """A number that tensor-parallel ranks share out."""
+
+    name: str
+    count: int
+    may_repeat: bool = False
+    """Whether several ranks may have the same one, where there are fewer than ranks."""
+
+    def fits(self, num_ranks: int) -> bool:
+        """Return whether that many ranks can share it out."""
+        return self.count % num_ranks == 0 or (self.may_repeat and num_ranks % self.count == 0)

@@ -1,0 +1,71 @@
+"""Launches of the kernels of experts, for compile_kernels.py."""
+
+from __future__ import annotations
+
+from sidestep.kernels.ops.routing import Choice, Routed
+from sidestep.kernels.products import experts_triton, routing_triton
+from sidestep.kernels.products.expert_matrix import ExpertMatrix
+from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, u8
+
+
+def launch_experts(*_: object) -> None:
+    """Launch the experts of Qwen3-30B-A3B, Mixtral and DeepSeek-V3: few pairs, and sorted ones."""
+    grouped = Choice(8, sigmoid=True, normalised=True, scale=2.5, groups=8, chosen_groups=4)
+    for hidden, inner, experts, choice in (
+        (2048, 768, 128, Choice(8, normalised=True)),
+        (4096, 14336, 8, Choice(2, normalised=True)),
+        (7168, 2048, 256, grouped),
+    ):
+        gate_up = ExpertMatrix(bf16(experts, 2 * inner, hidden))
+        down = ExpertMatrix(bf16(experts, hidden, inner))
+        bias = f32(experts) if choice.sigmoid else None
+        for rows, gelu in ((1, False), (1, True), (TOKENS, False), (TOKENS, True)):
+            x, weight = bf16(rows, hidden), bf16(experts, hidden)
+            routed: Routed = routing_triton.route(x, weight, bias, choice)
+            for add in (False, True):
+                experts_triton.multiply_experts(
+                    x, routed, gate_up, down, bf16(rows, hidden), add=add, gelu=gelu
+                )
+        half = experts // 2
+        for rows in (1, TOKENS):
+            x, weight = bf16(rows, hidden), bf16(experts, hidden)
+            routed = routing_triton.route(x, weight, bias, choice, range(half, experts))
+            experts_triton.multiply_experts(
+                x,
+                routed,
+                ExpertMatrix(gate_up.values[half:]),
+                ExpertMatrix(down.values[half:]),
+                bf16(rows, hidden),
+                add=False,
+                some=True,
+            )
+    launch_gpt_oss()
+
+
+def launch_gpt_oss() -> None:
+    """Launch the experts of gpt-oss, packed or not, on the first rank of two and on the other."""
+    hidden, inner, experts = 2880, 1440, 32
+    biases = bf16(experts, 2 * inner), bf16(experts, hidden)
+    dense = (
+        ExpertMatrix(bf16(experts, 2 * inner, hidden), biases[0]),
+        ExpertMatrix(bf16(experts, hidden, inner), biases[1]),
+    )
+    packed = (
+        ExpertMatrix(
+            u8(experts, 2 * inner, hidden // 2), biases[0], u8(experts, 2 * inner, hidden // 32)
+        ),
+        ExpertMatrix(u8(experts, hidden, inner // 2), None, u8(experts, hidden, inner // 32)),
+    )
+    for rows in (1, TOKENS):
+        x = bf16(rows, hidden)
+        routed = routing_triton.route(
+            x,
+            bf16(experts, hidden),
+            None,
+            Choice(4, normalised=True),
+            product_bias=f32(experts),
+        )
+        for gate_up, down in (dense, packed):
+            experts_triton.multiply_experts(
+                x, routed, gate_up, down, bf16(rows, hidden), add=True, clamped=(1.702, 7.0)
+            )
