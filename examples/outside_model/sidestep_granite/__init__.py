@@ -1,1 +1,0 @@
-"""Granite for Sidestep: Llama with four scaling factors on its activations."""

@@ -1,0 +1,1 @@
+"""OLMo for Sidestep: Llama with LayerNorms that have no weights."""
