@@ -16,7 +16,6 @@ from tests.e2e.models import write_model
 from tests.e2e.pooling_models import write_classifier
 from tests.processes import PYTHON_PATH, ROOT
 
-
 ALONE, IN_A_GROUP, IN_STAGES = (1, 1, 0), (2, 1, 4), (1, 3, 0)
 """Ranks, stages and drafts of a row."""
 
@@ -88,9 +87,7 @@ def test_recurrent_layers_need_the_same_kernels(tmp_path: Path) -> None:
 
 def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:
     model = write_classifier("qwen3-tied", tmp_path / "model", 2)
-    for without, with_memory in kernels_of(
-        model, tmp_path / "cache", ALONE, IN_A_GROUP, IN_STAGES
-    ):
+    for without, with_memory in kernels_of(model, tmp_path / "cache", ALONE, IN_A_GROUP, IN_STAGES):
         assert without == with_memory
         kernels = {key.split()[0] for key in without}
         assert {"_prefill", "_rms_norm", "_copy_blocks"} <= kernels

@@ -27,10 +27,10 @@ from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import PeerSums, try_sums
+from sidestep.executor.weights.weight_loader import DummyWeights
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.sums import all_reduce_triton, pushed_sum_triton

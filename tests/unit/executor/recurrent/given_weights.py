@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import Shape, Weights
+from sidestep.executor.weights.weight_loader import Shape, Weights
 
 
 class GivenWeights(Weights):
