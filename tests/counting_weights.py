@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import DummyWeights
+from sidestep.executor.weights.weight_loader import DummyWeights
 
 
 class CountingWeights(DummyWeights):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, Norms
 from sidestep.executor.attention.rotary import pair_order
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.norms import SharedNorm, load_norm
-from sidestep.executor.layers.weight_loader import Shape, Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import row_sigmoid
@@ -21,28 +23,24 @@ def rows_of_heads(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-class OrderedHeads(Weights):
+class OrderedHeads(RearrangedWeights):
     """The weights of attention, with the values of each query and key in another order."""
 
     def __init__(self, weights: Weights, order: Tensor, name: str) -> None:
         """Put the values of each head into this order. order: int64 [D]. name: the layer's."""
-        super().__init__(weights.dtype, weights.device)
-        self._weights = weights
+        super().__init__(weights)
         self._order = order
-        self._ordered = tuple(f"{name}.{one}_{what}." for one in "qk" for what in ("proj", "norm"))
+        self._ordered_parts = {f"{name}.{one}_{what}" for one in "qk" for what in ("proj", "norm")}
 
-    def get(
-        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
-    ) -> Tensor:
-        """Return the named tensor; the rows of a query's or key's weights in the order."""
-        tensor = self._weights.get(name, shape, rows, columns)
-        if not name.startswith(self._ordered):
-            return tensor
-        heads = tensor.unflatten(0, (-1, len(self._order)))
-        return heads.index_select(1, self._order.to(tensor.device)).flatten(0, 1)
+    def place(self, name: str, rows: range, num_rows: int) -> StoredRows | None:
+        """Return the rows of whole heads, and their order."""
+        if name not in self._ordered_parts:
+            return None
+        firsts = torch.arange(0, len(rows), len(self._order), device=self._order.device)
+        return StoredRows(name, num_rows, rows, (firsts[:, None] + self._order).flatten())
 
 
-class GatedQueries(Weights):
+class GatedQueries(RearrangedWeights):
     """The weights of attention whose q projection has each head's gate behind its query.
 
     The gates have a name of their own, gate_proj.
@@ -50,28 +48,18 @@ class GatedQueries(Weights):
 
     def __init__(self, weights: Weights, head_dim: int, name: str) -> None:
         """Read from `weights`. name: the layer's."""
-        super().__init__(weights.dtype, weights.device)
-        self._weights = weights
+        super().__init__(weights)
         self._head_dim = head_dim
         self._halves = {f"{name}.q_proj": 0, f"{name}.gate_proj": 1}
         self._stored = f"{name}.q_proj"
-        self._read: tuple[str, range, Tensor] | None = None
-        """The last rows that were read: queries and gates are asked for one after the other."""
 
-    def get(
-        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
-    ) -> Tensor:
-        """Return the named tensor."""
-        part, _, kind = name.rpartition(".")
-        if part not in self._halves:
-            return self._weights.get(name, shape, rows, columns)
-        wanted = range(shape[0]) if rows is None else rows
-        both = range(2 * wanted.start, 2 * wanted.stop)
-        if self._read is None or self._read[:2] != (kind, both):
-            stored = 2 * shape[0], *shape[1:]
-            self._read = kind, both, self._weights.get(f"{self._stored}.{kind}", stored, rows=both)
-        halves = self._read[2].unflatten(0, (-1, 2, self._head_dim))
-        return halves[:, self._halves[part]].flatten(0, 1)
+    def place(self, name: str, rows: range, num_rows: int) -> StoredRows | None:
+        """Return the rows of whole heads, of which half are wanted."""
+        if name not in self._halves:
+            return None
+        both = range(2 * rows.start, 2 * rows.stop)
+        halves = torch.arange(len(both)).view(-1, 2, self._head_dim)
+        return StoredRows(self._stored, 2 * num_rows, both, halves[:, self._halves[name]].flatten())
 
 
 class Attention:

@@ -15,9 +15,9 @@ from torch import Tensor
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts, experts_of_rank
 from sidestep.executor.layers.linear import Linear, SumOverRanks, column_parallel
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ClampedSwiglu, ExpertsSpec, ExpertStorage
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
@@ -258,13 +258,9 @@ class SharedExpert:
             [(f"{own}.gate_proj", width, part), (f"{own}.up_proj", width, part)],
             hidden_size,
         )
-        self.down = Linear(
-            weights.get(f"{own}.down_proj.weight", (hidden_size, width), columns=part)
-        )
+        self.down = Linear(weights.matrix(f"{own}.down_proj", (hidden_size, width), columns=part))
         self._own_gate = (
-            Linear(weights.get(f"{own}_gate.weight", (1, hidden_size)))
-            if spec.shared_gate
-            else None
+            Linear(weights.matrix(f"{own}_gate", (1, hidden_size))) if spec.shared_gate else None
         )
 
     def inner(self, x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import Shape, Weights
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import Shape, Weights
 from sidestep.ipc.model.layer_spec import MXFP4_BLOCK, ExpertsSpec
 from sidestep.kernels.products.expert_matrix import ExpertMatrix
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear, RowParallelLinear, column_parallel
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 from sidestep.kernels.ops.causal_conv import causal_conv
 from sidestep.kernels.ops.gated_delta import Decay, gated_delta

@@ -8,43 +8,32 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.cpu_product import CpuProduct
-from sidestep.executor.layers.weight_loader import Weights
+from sidestep.executor.layers.matrix_products import product_of, stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
-from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
-from sidestep.kernels.ops.silu_mul import silu_mul
-from sidestep.kernels.products.linear import add_linear, gated_linear, linear
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 
 
 class Linear:
     """x W^T + b for x [T, in]; returns [T, out]."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Matrix, bias: Tensor | None = None) -> None:
         self.num_rows, self.num_columns = weight.shape
-        self._bias = bias
-        self._weight: Tensor | None = weight if on_gpu(weight) else None
-        self._product = None if on_gpu(weight) else CpuProduct(weight)
+        self._product = product_of(weight, bias)
 
     def __repr__(self) -> str:
-        kind = "plain" if self._product is None else self._product.kind
-        return f"Linear({self.num_columns} -> {self.num_rows}, {kind})"
+        return f"Linear({self.num_columns} -> {self.num_rows}, {self._product.kind})"
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product with x, or with the norm of x if that is a stream.
 
         out: memory for the result, on a GPU only.
         """
-        if self._product is None:
-            assert self._weight is not None
-            return linear(x, self._weight, self._bias, out)
-        assert out is None, "a CPU's products choose their memory themselves"
-        made = self._product(normed(x))
-        return made if self._bias is None else made.add_(self._bias)
+        return self._product(x, out)
 
     def gated(self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu") -> Tensor:
         """Return act(gate) * up of the halves of the product.
@@ -55,9 +44,7 @@ class Linear:
             return clamped_swiglu(self(x), activation.alpha, activation.limit)
         if activation == "gelu_tanh":
             return gelu_mul(self(x))
-        if self._weight is not None:
-            return gated_linear(x, self._weight, self._bias)
-        return silu_mul(self(x))
+        return self._product.gated(x)
 
     def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
         """Add x W^T + b to residual, in place.
@@ -65,11 +52,7 @@ class Linear:
         norm: the norm that the sum goes through next. Returns the part of it that was computed on
         the way, if any.
         """
-        if self._weight is not None:
-            begun = norm if norm is not None and norm.may_begin else None
-            return add_linear(residual, x, self._weight, self._bias, begun)
-        residual += self(x)
-        return None
+        return self._product.add_to(residual, x, norm)
 
 
 def column_parallel(
@@ -81,13 +64,14 @@ def column_parallel(
 ) -> Linear:
     """Return one product for several matrices, stacked.
 
-    Each part is (name, rows of the whole matrix, this rank's rows).
+    Each part is (name, rows of the whole matrix, this rank's rows). Raises EngineStartError, which
+    names a part, if they are not quantized alike.
     """
-    weight = torch.cat(
-        [
-            weights.get(f"{name}.weight", (total, num_inputs), rows=rows)
+    weight = stacked(
+        {
+            f"{name} {rows}": weights.matrix(name, (total, num_inputs), rows=rows)
             for name, total, rows in parts
-        ]
+        }
     )
     stacked_bias = (
         torch.cat([weights.get(f"{name}.bias", (total,), rows=rows) for name, total, rows in parts])
@@ -176,7 +160,7 @@ class RowParallelLinear:
         bias: bool = False,
         after: RmsNorm | None = None,
     ) -> None:
-        weight = weights.get(f"{name}.weight", (num_outputs, num_inputs), columns=columns)
+        weight = weights.matrix(name, (num_outputs, num_inputs), columns=columns)
         # The bias must be added once, not once a rank.
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)

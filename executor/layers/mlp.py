@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import MlpSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import NormSpec
 from sidestep.kernels.ops.rms_norm import OffsetNorm, RmsNorm
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 
 

@@ -20,8 +20,8 @@ from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm
 from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.cache_groups import cache_groups, layer_places
 from sidestep.ipc.model.layer_spec import (
     AttentionSpec,

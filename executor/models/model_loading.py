@@ -9,10 +9,8 @@ import torch
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
-from sidestep.executor.layers.checkpoints import open_checkpoint
 from sidestep.executor.layers.experts import experts_elsewhere
 from sidestep.executor.layers.packed_experts import unpack_experts
-from sidestep.executor.layers.weight_loader import CheckpointWeights, DummyWeights, NoWeights
 from sidestep.executor.models.decoder import (
     DecoderForCausalLM,
     distinct_ropes,
@@ -21,6 +19,8 @@ from sidestep.executor.models.decoder import (
 )
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.executor.weights.checkpoints import open_checkpoint
+from sidestep.executor.weights.weight_loader import CheckpointWeights, DummyWeights, NoWeights
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ExpertsSpec, attention_of

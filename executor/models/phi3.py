@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sidestep.executor.layers.fused_weights import FusedWeights, gate_up
-from sidestep.executor.layers.weight_loader import Weights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.fused_weights import FusedWeights, gate_up
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec

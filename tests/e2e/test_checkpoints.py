@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sidestep import LLM, AsyncLLM, EngineArgs, SamplingParams
-from sidestep.executor.layers.weight_loader import SafetensorsWeights
 from sidestep.executor.models.model_loading import EMBEDDING, HEAD, tie_as_found
+from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import Shape, Weights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import Shape, Weights
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts
-from sidestep.executor.layers.weight_loader import SafetensorsWeights
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.products.expert_matrix import decode_mxfp4

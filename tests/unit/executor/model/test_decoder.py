@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM, weights_elsewhere
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import DummyWeights
 from sidestep.ipc.model.layer_spec import Activation, attention_of
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import silu_mul
 from tests.fakes import make_spec
 
 SMALL = make_spec(3)
@@ -74,7 +75,12 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         parts = residual.square().unflatten(1, (2, -1)).sum(2)
         return None if norm is None else BegunNorm(residual * norm.weight, parts)
 
+    def gated(self: Linear, x: Tensor | Stream, activation: Activation = "silu") -> Tensor:
+        assert activation == "silu"
+        return silu_mul(self(x))
+
     monkeypatch.setattr(Linear, "__call__", call)
+    monkeypatch.setattr(Linear, "gated", gated)
     monkeypatch.setattr(Linear, "add_to", add_to)
     return begun
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from sidestep.executor.layers.experts import CpuExperts, SeparateExperts
 from sidestep.executor.layers.packed_experts import Matrix, unpack_experts
-from sidestep.executor.layers.weight_loader import SafetensorsWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import find_experts
 from sidestep.executor.parallel.parallel_state import LoneRank
+from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import with_whole_experts
 from sidestep.ipc.model.layer_spec import ExpertsSpec

@@ -14,8 +14,8 @@ from sidestep.executor.attention.rotary import RotaryTable, frequencies, pair_or
 from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.weights.weight_loader import DummyWeights
 from sidestep.ipc.model.hf_config import HfConfig
 from sidestep.ipc.model.layer_spec import RopeSpec
 from sidestep.ipc.model.rope_config import read_rope

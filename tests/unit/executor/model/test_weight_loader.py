@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sidestep.executor.layers.checkpoints import TorchWeights, open_checkpoint
-from sidestep.executor.layers.weight_loader import (
+from sidestep.executor.weights.checkpoints import TorchWeights, open_checkpoint
+from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     DummyWeights,
     SafetensorsWeights,

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from sidestep.executor.layers.weight_loader import DummyWeights
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.new_weights import check_same_weights, copy_weights
 from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weights_of
 from sidestep.executor.parallel.parallel_state import LoneRank, Parallel
 from sidestep.executor.runner.worker_calls import CallRefusedError
+from sidestep.executor.weights.weight_loader import DummyWeights
 from sidestep.kernels.gpu import Gpu, like_gpu
 from tests.fakes import make_spec
 

@@ -20,8 +20,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 Shape = tuple[int, ...]
+Matrix = Tensor | CodedMatrix
+"""A matrix [N, K], in the run's type or quantized."""
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Ends of the names of buffers that old checkpoints have and that follow from the config."""
 _DUMMY_SCALE = 121
@@ -42,6 +45,19 @@ class Weights(abc.ABC):
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
         """Return the named tensor of this whole shape, or only some rows or columns of it."""
+
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Matrix:
+        """Return the matrix of a product, or only some rows or columns of it.
+
+        It is quantized where the checkpoint's is. name: without the ending ".weight".
+        """
+        return self.get(f"{name}.weight", shape, rows, columns)
 
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, for values that the run's type may not round."""

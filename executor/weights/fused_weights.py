@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor
+from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
+from sidestep.executor.weights.weight_loader import Weights
 
-from sidestep.executor.layers.weight_loader import Shape, Weights
 
-
-class FusedWeights(Weights):
+class FusedWeights(RearrangedWeights):
     """Weights whose layers ask for matrices that are stored stacked, one below the other."""
 
     def __init__(self, weights: Weights, fused: Mapping[str, Mapping[str, int]]) -> None:
         """Read from `weights`. fused: by the stored name, the rows of each part by its name."""
-        super().__init__(weights.dtype, weights.device)
-        self._weights = weights
+        super().__init__(weights)
         self._stored: dict[str, tuple[str, int, int]] = {}
         """By a part's name: the stored name, the part's first row, and all rows."""
         for stored, parts in fused.items():
@@ -24,20 +22,13 @@ class FusedWeights(Weights):
                 self._stored[part] = stored, first, total
                 first += rows
 
-    def get(
-        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
-    ) -> Tensor:
-        """Return the tensor that a layer asks for, named <...>.<part>.weight or .bias."""
-        before, part, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", name, "")
-        if part not in self._stored or columns is not None:
-            return self._weights.get(name, shape, rows, columns)
+    def place(self, name: str, rows: range, num_rows: int) -> StoredRows | None:
+        """Return the rows of the stacked matrix."""
+        before, _, part = name.rpartition(".")
+        if part not in self._stored:
+            return None
         stored, first, total = self._stored[part]
-        wanted = rows or range(shape[0])
-        return self._weights.get(
-            f"{before}.{stored}.{kind}",
-            (total, *shape[1:]),
-            rows=range(first + wanted.start, first + wanted.stop),
-        )
+        return StoredRows(f"{before}.{stored}", total, range(first + rows.start, first + rows.stop))
 
 
 def gate_up(width: int) -> dict[str, dict[str, int]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import Shape, Weights
+from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 
 
-class GroupedHeads(Weights):
+class GroupedHeads(RearrangedWeights):
     """Weights of Qwen3-Next, under the names and in the order of Qwen3.5.
 
     Qwen3-Next stores what belongs to a key head together: in in_proj_qkvz its query, its key, its
@@ -19,8 +20,7 @@ class GroupedHeads(Weights):
 
     def __init__(self, weights: Weights, spec: DeltaSpec) -> None:
         """Read from `weights`."""
-        super().__init__(weights.dtype, weights.device)
-        self._weights = weights
+        super().__init__(weights)
         values = spec.num_value_heads // spec.num_key_heads
         keys, wide = spec.key_dim, values * spec.value_dim
         self._groups = spec.num_key_heads
@@ -35,36 +35,19 @@ class GroupedHeads(Weights):
         """By the name that a layer asks for: the stored name, and the rows in their order."""
         self._heights = {"in_proj_qkvz": 2 * (keys + wide), "in_proj_ba": 2 * values}
         """Rows of a group, by the stored name."""
-        self._read: tuple[str, range, Tensor] | None = None
-        """The last groups that were read: a layer asks for each of their parts by itself."""
 
-    def get(
-        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
-    ) -> Tensor:
-        """Return the tensor that a layer asks for, named <...>.<projection>.weight."""
-        before, part, kind = name.rsplit(".", 2) if name.count(".") > 1 else ("", name, "")
+    def place(self, name: str, rows: range, num_rows: int) -> StoredRows | None:
+        """Return the groups that have the rows."""
+        before, _, part = name.rpartition(".")
         if part not in self._stored:
-            return self._weights.get(name, shape, rows, columns)
+            return None
         stored, order = self._stored[part]
-        wanted = order if rows is None else order[rows.start : rows.stop]
-        height = self._heights[stored]
+        wanted, height = order[rows.start : rows.stop], self._heights[stored]
         first, last = int(wanted.min()) // height, int(wanted.max()) // height
-        groups = self._of_groups(
-            f"{before}.{stored}.{kind}",
-            (self._groups * height, *shape[1:]),
-            range(first * height, (last + 1) * height),
+        groups = range(first * height, (last + 1) * height)
+        return StoredRows(
+            f"{before}.{stored}", self._groups * height, groups, wanted - groups.start
         )
-        return groups.index_select(0, (wanted - first * height).to(groups.device))
-
-    def _of_groups(self, name: str, shape: Shape, rows: range) -> Tensor:
-        """Return the rows of some groups."""
-        if self._read is None or self._read[:2] != (name, rows):
-            self._read = name, rows, self._weights.get(name, shape, rows=rows)
-        return self._read[2]
-
-    def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
-        """Return the named tensor in float32, from the checkpoint's own type."""
-        return self._weights.exact(name, shape, rows)
 
 
 def _split(groups: int, widths: tuple[int, ...]) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.weight_loader import (
+from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     OpenFile,
     Part,

@@ -1,0 +1,119 @@
+"""The forms of a matrix, and what multiplies with each of them on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers.cpu_product import CpuProduct
+from sidestep.executor.weights.weight_loader import Matrix
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.products.linear import add_linear, gated_linear, linear
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack
+
+
+class MatrixProduct(Protocol):
+    """Multiplies with a matrix, and adds a bias. See Linear."""
+
+    @property
+    def kind(self) -> str:
+        """The form that the matrix is kept in, for messages."""
+
+    def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """Return the product [T, N]. out: memory for it, on a GPU only."""
+
+    def gated(self, x: Tensor | Stream) -> Tensor:
+        """Return silu(gate) * up of the halves of the product."""
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+        """Add the product to residual, in place."""
+
+
+def product_of(matrix: Matrix, bias: Tensor | None) -> MatrixProduct:
+    """Return what multiplies with a matrix."""
+    if isinstance(matrix, CodedMatrix):
+        # A CPU has no product of these codes that is faster than that of their numbers.
+        return CpuMatrix(matrix.decoded(), bias)
+    return GpuMatrix(matrix, bias) if on_gpu(matrix) else CpuMatrix(matrix, bias)
+
+
+def stacked(parts: Mapping[str, Matrix]) -> Matrix:
+    """Return matrices, one below the other.
+
+    parts: by names for messages. Raises EngineStartError for matrices that are quantized in several
+    ways.
+    """
+    whole = [part for part in parts.values() if isinstance(part, Tensor)]
+    if len(whole) == len(parts):
+        return torch.cat(whole)
+    coded = [part for part in parts.values() if isinstance(part, CodedMatrix)]
+    first, first_form = next((name, _form(part)) for name, part in parts.items())
+    for name, part in parts.items():
+        if (form := _form(part)) != first_form:
+            raise EngineStartError(
+                f"model: {first} is {first_form}, but {name} is {form}; matrices that are "
+                "multiplied at once must be quantized alike"
+            )
+    return stack(coded)
+
+
+def _form(matrix: Matrix) -> str:
+    """Return how a matrix is quantized, for messages and comparisons."""
+    return "not quantized" if isinstance(matrix, Tensor) else matrix.described
+
+
+class GpuMatrix:
+    """A matrix in the run's type, on a GPU."""
+
+    kind = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._weight = weight
+        self._bias = bias
+
+    def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """Return the product."""
+        return linear(x, self._weight, self._bias, out)
+
+    def gated(self, x: Tensor | Stream) -> Tensor:
+        """Return silu(gate) * up of the halves of the product."""
+        return gated_linear(x, self._weight, self._bias)
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+        """Add the product to residual, in place."""
+        begun = norm if norm is not None and norm.may_begin else None
+        return add_linear(residual, x, self._weight, self._bias, begun)
+
+
+class CpuMatrix:
+    """A matrix in the run's type, on a CPU."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self._product = CpuProduct(weight)
+        self._bias = bias
+
+    @property
+    def kind(self) -> str:
+        """The layout."""
+        return self._product.kind
+
+    def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
+        """Return the product."""
+        assert out is None, "a CPU's products choose their memory themselves"
+        made = self._product(normed(x))
+        return made if self._bias is None else made.add_(self._bias)
+
+    def gated(self, x: Tensor | Stream) -> Tensor:
+        """Return silu(gate) * up of the halves of the product."""
+        return silu_mul(self(x))
+
+    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+        """Add the product to residual, in place."""
+        residual += self(x)
+        return None
