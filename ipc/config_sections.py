@@ -17,10 +17,12 @@ from sidestep.ipc.common.options import (
     require_positive,
 )
 from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
+from sidestep.ipc.common.registry import QUANTIZATIONS as METHODS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import RUNNERS
+from sidestep.ipc.model.quantization.online import ONLINE
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
@@ -28,6 +30,7 @@ DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 TOKENIZER_MODES = ("auto", "hf")
+QUANTIZATIONS = tuple(sorted({*METHODS, *ONLINE}))
 DEVICES = ("auto", "cpu", "cuda", "fake")
 
 
@@ -83,6 +86,12 @@ class ModelConfig(Options):
         "Longest prompt plus output in tokens: a number or '32k', which must fit in the KV "
         "cache. Default, and 'auto': the most that the model and the KV cache allow.",
         parse=parse_length,
+    )
+    quantization: str | None = option(
+        None,
+        "Form of the matrices of products. Quantized files are recognised by themselves; for plain "
+        "ones, 'fp8', 'int8' or 'int4' quantizes each matrix while it is loaded.",
+        choices=QUANTIZATIONS,
     )
     load_format: str = option(
         "auto",

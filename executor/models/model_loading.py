@@ -18,9 +18,15 @@ from sidestep.executor.models.decoder import (
     weights_elsewhere,
 )
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.quantization.quantized_files import made_matrices, matrices_of
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.weights.checkpoints import open_checkpoint
-from sidestep.executor.weights.weight_loader import CheckpointWeights, DummyWeights, NoWeights
+from sidestep.executor.weights.weight_loader import (
+    CheckpointWeights,
+    DummyWeights,
+    NoWeights,
+    Weights,
+)
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ExpertsSpec, attention_of
@@ -99,11 +105,16 @@ def load_model(
     """
     spec, stage = args.spec, args.stage
     build = model_class(spec.architecture)
+    made: Weights | None = None
     if device.type == "meta":
-        return build(spec, NoWeights(dtype, device), parallel, stage)
-    if args.model.load_format == "dummy":
-        return build(spec, DummyWeights(args.model.dummy_seed, dtype, device), parallel, stage)
+        made = NoWeights(dtype, device)
+    elif args.model.load_format == "dummy":
+        made = DummyWeights(args.model.dummy_seed, dtype, device)
+    if made is not None:
+        made.matrices = made_matrices(spec.quantization)
+        return build(spec, made, parallel, stage)
     with open_checkpoint(spec.path, args.model.load_format, dtype, device) as weights:
+        weights.matrices = matrices_of(spec.quantization)
         if spec.pooling is not None and EMBEDDING.removeprefix(BODY) in weights:
             weights.rename(lambda name: f"{BODY}{name}")
         if spec.architecture.endswith(MULTIMODAL):

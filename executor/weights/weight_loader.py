@@ -12,6 +12,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -33,12 +34,33 @@ _COMPARED_ROWS = 4096
 """Rows of each of two tensors that are in memory at a time while they are compared."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A matrix that a layer asks for, or a rank's part of it."""
+
+    name: str
+    """Without ".weight"."""
+    shape: tuple[int, int]
+    """N and K of the whole matrix."""
+    rows: range
+    columns: range
+
+
+class Matrices(Protocol):
+    """Gives the matrices of products, of which some are quantized."""
+
+    def __call__(self, weights: Any, wanted: Wanted) -> Matrix | None:
+        """Return the matrix; None if it is not quantized."""
+
+
 class Weights(abc.ABC):
     """A source of weights."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
+        self.matrices: Matrices | None = None
+        """Gives the quantized matrices, if there are any."""
 
     @abc.abstractmethod
     def get(
@@ -55,8 +77,12 @@ class Weights(abc.ABC):
     ) -> Matrix:
         """Return the matrix of a product, or only some rows or columns of it.
 
-        It is quantized where the checkpoint's is. name: without the ending ".weight".
+        It may be quantized. name: without the ending ".weight".
         """
+        if self.matrices is not None:
+            part = Wanted(name, shape, rows or range(shape[0]), columns or range(shape[1]))
+            if (found := self.matrices(self, part)) is not None:
+                return found
         return self.get(f"{name}.weight", shape, rows, columns)
 
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
@@ -175,7 +201,26 @@ class CheckpointWeights(Weights):
     ) -> Tensor:
         """Return the named tensor, whole or only some of its rows or columns."""
         tensor = self._read(name, shape, rows, columns)
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            raise EngineStartError(
+                f"model: {name} is {tensor.dtype} in the checkpoint, but nothing there says how it "
+                "is quantized, or it must not be"
+            )
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def stored(
+        self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """Return the named tensor as it is stored, in the host's memory."""
+        return self._read(name, shape, rows, columns)
+
+    def stored_shape(self, name: str) -> Shape:
+        """Return the shape of a tensor that the checkpoint has."""
+        return tuple(self._handle_of[name].get_slice(self.stored_name(name)).get_shape())
+
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in the files."""
+        return self._names.get(name, name)
 
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, from the checkpoint's own type."""

@@ -136,7 +136,8 @@ class EngineControl:
         if not os.path.exists(os.path.join(folder, "config.json")):
             return
         try:
-            new = load_model_spec(folder, self._config.model.hf_overrides)
+            model = self._config.model
+            new = load_model_spec(folder, model.hf_overrides, quantization=model.quantization)
             if self._config.parallel.enable_expert_parallel:
                 new = with_whole_experts(new)
         except EngineStartError as error:

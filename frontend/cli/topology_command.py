@@ -35,13 +35,13 @@ class TopologyReport(msgspec.Struct, frozen=True):
 def run_topology(parsed: argparse.Namespace) -> int:
     """Run `sidestep topology` and return its exit status."""
     model = ModelConfig(
-        **_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides"),
+        **_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides", "quantization"),
         model=parsed.model_argument or DEFAULT_MODEL,
     )
     cache = CacheConfig(**_given(parsed, "block_size", "gpu_memory_utilization"))
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
     path = resolve_model_path(model.model, model.revision, _FILES)
-    spec = load_model_spec(path, model.hf_overrides)
+    spec = load_model_spec(path, model.hf_overrides, quantization=model.quantization)
     if getattr(parsed, "enable_expert_parallel", False):
         spec = with_whole_experts(spec)
     dtype = _dtype(model, spec, machine)

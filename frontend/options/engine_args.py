@@ -64,6 +64,7 @@ class EngineArgs(
             eos,
             runner=self.runner,
             pooler=self.pooler_config,
+            quantization=self.quantization,
         )
         if self.enable_expert_parallel:
             spec = with_whole_experts(spec)

@@ -54,6 +54,7 @@ _TOPOLOGY_FLAGS = (
     "revision",
     "max_model_len",
     "hf_overrides",
+    "quantization",
     "gpu_memory_utilization",
     "block_size",
     "enable_expert_parallel",

@@ -14,6 +14,7 @@ from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.vllm.options import VALUES, translate_value
 
 _ALIASES = {
+    "quantization": ["-q"],
     "tensor_parallel_size": ["-tp"],
     "pipeline_parallel_size": ["-pp"],
     "data_parallel_size": ["-dp"],

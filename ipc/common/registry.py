@@ -89,6 +89,40 @@ ATTENTION_BACKENDS: dict[str, str] = {
 }
 """Name -> implementation of paged attention."""
 
+
+class Quantization(NamedTuple):
+    """Names the two parts that read the matrices which one method has quantized."""
+
+    spec: str
+    """Function that reads what the model's files state, without torch."""
+    files: str
+    """Class that reads the matrices, in workers."""
+
+
+def _quantization(spec: str, files: str) -> Quantization:
+    """Return the method of a "file:function" and a "file:class"."""
+    return Quantization(
+        f"sidestep.ipc.model.quantization.{spec}", f"sidestep.executor.quantization.{files}"
+    )
+
+
+QUANTIZATIONS: dict[str, Quantization] = {
+    "auto-round": _quantization("packed_ints:read_auto_round", "packed_files:GptqFiles"),
+    "awq": _quantization("packed_ints:read_awq", "packed_files:AwqFiles"),
+    "bitsandbytes": _quantization(
+        "bitsandbytes:read_bitsandbytes", "bitsandbytes_files:BitsAndBytesFiles"
+    ),
+    "compressed-tensors": _quantization(
+        "compressed_tensors:read_compressed_tensors", "packed_files:CompressedTensorsFiles"
+    ),
+    "fbgemm_fp8": _quantization("fp8:read_fbgemm", "wide_files:WideFiles"),
+    "fp8": _quantization("fp8:read_fp8", "wide_files:WideFiles"),
+    "gptq": _quantization("packed_ints:read_gptq", "packed_files:GptqFiles"),
+    "gptq_v2": _quantization("packed_ints:read_gptq", "packed_files:GptqV2Files"),
+    "modelopt": _quantization("fp8:read_modelopt", "wide_files:WideFiles"),
+}
+"""Name of a method, as files state it -> what reads its matrices."""
+
 PROPOSERS: dict[str, str] = {
     "ngram": "sidestep.executor.speculation.ngram:NgramProposer",
     "frequent": "sidestep.executor.speculation.frequent:FrequentProposer",

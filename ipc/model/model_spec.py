@@ -21,6 +21,8 @@ from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_size import Divided
 from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
+from sidestep.ipc.model.quantization.read_quantization import read_quantization
+from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +54,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Beginnings of the names of further weights in the checkpoint that are not used."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids of the tokens that end an output."""
+    quantization: QuantizationSpec | None = None
+    """How matrices are quantized; None if they are not. A family may read it by itself."""
     pooling: PoolingSpec | None = None
     """The vectors that the model makes; None if it generates text."""
     extra: dict[str, Any] = {}
@@ -115,13 +119,14 @@ def load_model_spec(
     *,
     runner: str = "auto",
     pooler: Mapping[str, Any] | None = None,
+    quantization: str | None = None,
 ) -> ModelSpec:
     """Return the spec of the model whose config.json is in a folder.
 
     overrides: values that replace the file's fields. generation: replaces the folder's own
     generation_config.json. more_eos: tokens that end an output beside those of the files. runner,
-    pooler: see read_pooling. Raises EngineStartError with one line on the problem; ValidationError
-    for a wrong override.
+    pooler: see read_pooling. quantization: see read_quantization. Raises EngineStartError with one
+    line on the problem; ValidationError for a wrong override.
     """
     values = read_json(Path(path) / "config.json")
     if values is None:
@@ -131,10 +136,13 @@ def load_model_spec(
     generation = generation or read_generation_config(path, with_sampling=False)
     eos = [*_stated_eos(config, generation), *more_eos]
     pooling = read_pooling(config, runner, pooler)
+    quantized = spec.quantization or read_quantization(config, quantization)
     config.check_overrides()
     # A tokenizer may have tokens that the model cannot generate; masks have no bit for them.
     eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]
-    return msgspec.structs.replace(spec, eos_token_ids=tuple(eos), pooling=pooling)
+    return msgspec.structs.replace(
+        spec, eos_token_ids=tuple(eos), pooling=pooling, quantization=quantized
+    )
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:

@@ -76,9 +76,6 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "max_parallel_loading_workers": Foreign(_LOADER),
     "rope_scaling": Foreign("is a field of config.json here: hf_overrides={'rope_scaling': {...}}"),
     "rope_theta": Foreign("is a field of config.json here: hf_overrides={'rope_theta': ...}"),
-    "quantization": Foreign(
-        "quantized weights are not served yet; load the model in bfloat16 or float16"
-    ),
     "kv_cache_dtype": Foreign(
         "keys and values are kept in the model's dtype; leave it out", ("auto",)
     ),

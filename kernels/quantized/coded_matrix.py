@@ -73,16 +73,18 @@ class CodedMatrix:
     @property
     def described(self) -> str:
         """The form in words; matrices of one form can be stacked."""
-        offset = "with minimums" if self.minimums is not None else "with zeros"
-        symmetric = self.zeros is None and self.minimums is None
-        name = f"{self.kind} in groups of {self.group[1]}"
-        return name if symmetric else f"{name} {offset}"
+        return f"{self.kind} in groups of {self.group[1]}"
 
     def index_select(self, dim: int, rows: Tensor) -> CodedMatrix:
         """Return some rows, in this order. rows: int64. dim: 0, as of tensors."""
         assert dim == 0, "columns share bytes and scales"
         by_row = self.with_row_scales()
         return by_row._each(lambda part: part.index_select(0, rows))
+
+    def columns(self, codes: slice, groups: slice) -> CodedMatrix:
+        """Return some columns. codes: of the codes' tensor. groups: theirs."""
+        parts = self._each(lambda part: part[:, groups].contiguous())
+        return replace(parts, codes=self.codes[:, codes].contiguous())
 
     def with_row_scales(self) -> CodedMatrix:
         """Return the matrix with scales of each row's own."""
@@ -156,6 +158,7 @@ def stack(parts: Sequence[CodedMatrix]) -> CodedMatrix:
     first, *others = parts
     if any(part.described != first.described for part in others):
         raise ValueError("matrices of several forms cannot be stacked")
+    parts = _with_offsets(parts)
     height = first.group[0]
     if any(part.group[0] != height or part.shape[0] % height for part in parts):
         parts = [part.with_row_scales() for part in parts]
@@ -173,6 +176,25 @@ def stack(parts: Sequence[CodedMatrix]) -> CodedMatrix:
         zeros=joined(lambda one: one.zeros),
         minimums=joined(lambda one: one.minimums),
     )
+
+
+def _with_offsets(parts: Sequence[CodedMatrix]) -> list[CodedMatrix]:
+    """Return matrices of which all have zeros or none has, and so the minimums."""
+    if any(part.zeros is not None for part in parts):
+        parts = [
+            part
+            if part.zeros is not None
+            else replace(part, zeros=torch.full_like(part.scales, MIDDLE, dtype=torch.uint8))
+            for part in parts
+        ]
+    if any(part.minimums is not None for part in parts):
+        parts = [
+            part
+            if part.minimums is not None
+            else replace(part, minimums=torch.zeros_like(part.scales))
+            for part in parts
+        ]
+    return list(parts)
 
 
 def pack_halves(codes: Tensor) -> Tensor:

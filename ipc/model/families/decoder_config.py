@@ -44,15 +44,12 @@ ACTIVATIONS: dict[str, Activation] = {
 """Activations that MLPs have, by their names in config.json."""
 
 
-def decoder(
-    config: HfConfig, layers: Iterable[LayerSpec], *, quantization: str = "", **fields: Any
-) -> ModelSpec:
+def decoder(config: HfConfig, layers: Iterable[LayerSpec], **fields: Any) -> ModelSpec:
     """Return the ModelSpec of a decoder with these layers.
 
-    quantization: the method that the layers are read for, if any. fields: of ModelSpec, which
-    replace what is read here.
+    fields: of ModelSpec, which replace what is read here.
     """
-    refuse_unsupported(config, quantization)
+    refuse_unsupported(config)
     chosen = tuple(layers)
     rope = next((one.rope for one in attention_of(chosen) if one.rope is not None), None)
     read: dict[str, Any] = {
@@ -120,21 +117,8 @@ def alike(
         yield LayerSpec(mixer=mixer, mlp=mlp, norms=norms)
 
 
-def read_quantization(config: HfConfig) -> str:
-    """Return the method by which the checkpoint is quantized; an empty string for none."""
-    quantization = config.part("quantization_config")
-    return str(quantization.get("quant_method", "unknown")) if quantization else ""
-
-
-def refuse_unsupported(config: HfConfig, quantization: str = "") -> None:
-    """Raise EngineStartError for a field that would change the arithmetic of any decoder.
-
-    quantization: the method that is supported beside unquantised weights, if any.
-    """
-    if (method := read_quantization(config)) not in ("", quantization):
-        raise EngineStartError(
-            f"model: quantization {method!r} is not supported; supported are unquantised weights"
-        )
+def refuse_unsupported(config: HfConfig) -> None:
+    """Raise EngineStartError for a field that would change the arithmetic of any decoder."""
     if (value := config.get("pretraining_tp")) not in (None, 1):
         raise EngineStartError(f"model: pretraining_tp {value!r} is not supported; supported is 1")
 

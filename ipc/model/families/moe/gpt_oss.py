@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.families.decoder_config import (
     alike,
     decoder,
     read_attention,
-    read_quantization,
     read_windows,
 )
 from sidestep.ipc.model.families.moe.experts_config import read_experts
@@ -19,6 +19,8 @@ from sidestep.ipc.model.layer_spec import (
     RoutingSpec,
 )
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.quantization.read_quantization import stated_quantization
+from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
 from sidestep.ipc.model.rope_config import read_rope
 
 MXFP4 = "mxfp4"
@@ -35,12 +37,28 @@ def gpt_oss(config: HfConfig) -> ModelSpec:
     )
     windows = read_windows(config, config.whole("sliding_window", 128), every=2)
     layers = alike(attention, _experts(config), windows)
-    return decoder(config, layers, quantization=MXFP4)
+    return decoder(config, layers, quantization=_quantization(config))
+
+
+def _quantization(config: HfConfig) -> QuantizationSpec | None:
+    """Return the quantization of the experts; None for plain ones.
+
+    Raises EngineStartError for another method.
+    """
+    stated = stated_quantization(config)
+    if stated is None:
+        return None
+    if stated.method != MXFP4:
+        raise EngineStartError(
+            f"model: quantization {stated.method!r} is not supported for {config.architecture}; "
+            f"supported are plain weights and {MXFP4}"
+        )
+    return QuantizationSpec(method=MXFP4)
 
 
 def _experts(config: HfConfig) -> ExpertsSpec:
     """Return the experts. Raises EngineStartError for sizes that blocks do not divide."""
-    packed = read_quantization(config) == MXFP4
+    packed = _quantization(config) is not None
     for name in ("hidden_size", "intermediate_size"):
         if packed and config.whole(name) % MXFP4_BLOCK:
             config.refuse(name, f"must be a multiple of {MXFP4_BLOCK} for {MXFP4}")

@@ -1,0 +1,68 @@
+"""Files with a byte a number: FP8 of several tools, and whole numbers of 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidestep.executor.quantization.quantized_files import QuantizedFiles, group_scales
+from sidestep.executor.weights.weight_loader import CheckpointWeights, Wanted
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+
+INPUT_SCALES = ("input_scale", "input_zero_point", "activation_scale", "input_scale_ub")
+"""Ends of the names of what scales a matrix's inputs, which are not rounded here."""
+
+
+class WideFiles(QuantizedFiles):
+    """Matrices of codes under the name of the plain ones, with scales beside them."""
+
+    ends = ("weight_scale_inv", "weight_scale")
+
+    def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> CodedMatrix:
+        """Return the matrix. The shape of the scales says what shares one."""
+        end = next(one for one in self.ends if f"{wanted.name}.{one}" in files)
+        codes = files.stored(f"{wanted.name}.weight", wanted.shape, wanted.rows, wanted.columns)
+        kinds: dict[torch.dtype, str] = {torch.float8_e4m3fn: "fp8", torch.int8: "int8"}
+        if kinds.get(codes.dtype) != scheme.kind:
+            raise EngineStartError(
+                f"model: {wanted.name}.weight is {codes.dtype} in the checkpoint, not {scheme.kind}"
+            )
+        scales, group = read_scales(files, f"{wanted.name}.{end}", wanted, scheme)
+        ignore_input_scales(files, wanted.name)
+        return CodedMatrix(
+            kind=scheme.kind,
+            codes=codes.to(files.device).contiguous(),
+            scales=scales,
+            group=group,
+            dtype=files.dtype,
+        )
+
+
+def ignore_input_scales(files: CheckpointWeights, name: str) -> None:
+    """Allow what scales a matrix's inputs to be in the checkpoint unused."""
+    files.leave(f"{name}.{one}" for one in INPUT_SCALES)
+
+
+def read_scales(
+    files: CheckpointWeights, name: str, wanted: Wanted, scheme: WeightScheme
+) -> tuple[Tensor, tuple[int, int]]:
+    """Return the scales of the wanted part, and R and G.
+
+    One number scales the whole matrix; one a row, in one or two dimensions, each row; and others
+    the blocks that the scheme states.
+    """
+    rows, columns = wanted.shape
+    shape = files.stored_shape(name)
+    count = len(wanted.rows), len(wanted.columns)
+    if shape in ((), (1,), (1, 1)) and not (scheme.rows == 1 and rows == 1):
+        scale = files.stored(name, shape).float().reshape(1, 1)
+        return scale.to(files.device), count
+    if shape == (rows,):
+        own = files.stored(name, shape, rows=wanted.rows).float()[:, None]
+        return own.to(files.device), (1, count[1])
+    if shape == (rows, 1):
+        own = files.stored(name, shape, rows=wanted.rows).float()
+        return own.to(files.device), (1, count[1])
+    return group_scales(files, name, wanted, (scheme.rows or rows, scheme.columns or columns))

@@ -1,0 +1,12 @@
+"""Quantization of plain weights while they are loaded."""
+
+from __future__ import annotations
+
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
+
+ONLINE: dict[str, WeightScheme] = {
+    "fp8": WeightScheme(kind="fp8"),
+    "int8": WeightScheme(kind="int8"),
+    "int4": WeightScheme(kind="int4", columns=64, offset=True),
+}
+"""Name of the option's choice -> the form that matrices get."""

@@ -1,0 +1,108 @@
+"""How the matrices of a model are quantized: which of them, and in which form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+Codes = Literal["fp8", "int8", "int4", "nf4", "fp4"]
+"""Kinds of codes; see kernels/quantized/coded_matrix.py."""
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+"""Parts of matrices that some lists name by the whole."""
+_BITS = {"fp8": 8, "int8": 8}
+_SCALE_BYTES = 4
+
+
+class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
+    """The form of a matrix [N, K]."""
+
+    kind: Codes
+    rows: int = 1
+    """Rows that share a scale; 0 for all."""
+    columns: int = 0
+    """Columns that share a scale; 0 for all."""
+    offset: bool = False
+    """Whether groups have a zero or a minimum of their own."""
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return _BITS.get(self.kind, 4)
+
+    def num_bytes(self, num_rows: int, num_columns: int) -> int:
+        """Return the size of a matrix, about: files keep scales in fewer bytes, some of them."""
+        groups = -(-num_rows // (self.rows or num_rows)) * -(
+            -num_columns // (self.columns or num_columns)
+        )
+        return num_rows * num_columns * self.bits // 8 + groups * _SCALE_BYTES * (1 + self.offset)
+
+
+class SchemeRule(msgspec.Struct, frozen=True, kw_only=True):
+    """The scheme of the matrices that a pattern names."""
+
+    pattern: str
+    """A regular expression for names of matrices, which it matches from their beginning."""
+    scheme: WeightScheme | None
+    """None: not quantized."""
+
+
+class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How a checkpoint's matrices are quantized, or are when they are loaded."""
+
+    method: str
+    """Name in the registry."""
+    rules: tuple[SchemeRule, ...] = ()
+    """The first one that matches counts."""
+    default: WeightScheme | None = None
+    """Scheme of the matrices that no rule names."""
+    online: bool = False
+    """Whether the checkpoint is plain, and matrices are quantized while they are loaded."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all matrices of products are plain."""
+        return self.default is None and all(rule.scheme is None for rule in self.rules)
+
+    def scheme(self, *names: str) -> WeightScheme | None:
+        """Return how a matrix is quantized; None if it is not.
+
+        names: of the matrix, without ".weight", in the model and in the checkpoint.
+        """
+        every = [alias for name in names for alias in _aliases(name)]
+        for rule in self.rules:
+            if any(re.match(rule.pattern, name) for name in every):
+                return rule.scheme
+        return self.default
+
+
+def _aliases(name: str) -> Iterator[str]:
+    """Yield a matrix's name, and that of the whole that it is a part of."""
+    yield name
+    before, _, last = name.rpartition(".")
+    if last in _FUSED:
+        yield f"{before}.{_FUSED[last]}"
+
+
+def names_pattern(entry: str) -> str:
+    """Return the pattern of an entry in a list of modules that are not quantized.
+
+    An entry with "re:" is a regular expression. Another names a module, by its whole name or by
+    some of its parts, and so all that is in the module.
+    """
+    if entry.startswith("re:"):
+        return entry.removeprefix("re:")
+    return rf"(.*\.)?{re.escape(entry.strip('.'))}(\..*)?$"
+
+
+def plain_rules(entries: Iterable[str]) -> tuple[SchemeRule, ...]:
+    """Return the rules for a list of modules that are not quantized."""
+    return tuple(SchemeRule(pattern=names_pattern(entry), scheme=None) for entry in entries)
