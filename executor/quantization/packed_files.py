@@ -82,7 +82,7 @@ class GptqFiles(QuantizedFiles):
 
     ends = ("qweight",)
     zero_shift = 1
-    """What is added to the stored zeros."""
+    """The number that is added to the stored zeros."""
 
     def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> Matrix:
         """Return the matrix; one in the run's type where the groups are not of neighbours."""

@@ -14,7 +14,6 @@ from sidestep.ipc.vllm.foreign import Foreign
 
 _SHORT = {
     "optimization_level": "-O",
-    "quantization": "-q",
     "compilation_config": "-cc",
 }
 

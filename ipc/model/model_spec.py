@@ -21,8 +21,8 @@ from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_size import Divided
 from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
-from sidestep.ipc.model.quantization.read_quantization import read_quantization
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
+from sidestep.ipc.model.read_quantization import read_quantization
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What a file states of a quantization, with a checked type for each field."""
+"""The fields that a file states of a quantization, with a checked type for each."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def test_sections_hold_what_was_given(tmp_path: Path) -> None:
         ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization 'awq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantization 'hqq'"),
         ({"torch_dtype": "float8"}, "dtype 'float8'"),
         ({"vocab_size": None}, "lacks 'vocab_size'"),
     ],

@@ -19,8 +19,8 @@ from sidestep.ipc.model.layer_spec import (
     RoutingSpec,
 )
 from sidestep.ipc.model.model_spec import ModelSpec
-from sidestep.ipc.model.quantization.read_quantization import stated_quantization
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
+from sidestep.ipc.model.read_quantization import stated_quantization
 from sidestep.ipc.model.rope_config import read_rope
 
 MXFP4 = "mxfp4"

@@ -318,7 +318,7 @@ def test_each_flag_of_vllm_serve_is_one_sentence() -> None:
         ["--swap-space", "4"],
         ["--api-key", "key"],
         ["--swap_space=4"],
-        ["-q", "fp8"],
+        ["-cc", "3"],
         ["-O3"],
         ["--enable-eplb"],
         ["-tp", "2", "--nnodes", "2"],
@@ -344,6 +344,6 @@ def test_programs_have_the_flags_of_the_engine(parser: argparse.ArgumentParser) 
     assert EngineArgs.from_cli_args(parsed) == EngineArgs(
         max_model_len=1024, dtype="float16", num_kv_blocks=9
     )
-    with pytest.raises(ValidationError, match="quantization: "):
-        EngineArgs.from_cli_args(parser.parse_args(["--quantization", "awq"]))
+    with pytest.raises(ValidationError, match="hf_token: "):
+        EngineArgs.from_cli_args(parser.parse_args(["--hf-token", "mine"]))
     assert vars(parser.parse_args([])) == {"own": 1}
