@@ -86,8 +86,8 @@ def make_runner(
     )
     assert runner._model.kernels is not None
     with torch.inference_mode():
-        for layer in runner._model.kernels.attention.cache:
-            layer.normal_()
+        for part in runner._model.kernels.attention.cache.parts:
+            part.view(runner._setup.dtype).normal_()
     return runner
 
 

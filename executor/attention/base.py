@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
-from sidestep.executor.runner.transfer import to_device
-from sidestep.ipc.model.cache_groups import LayerPlace, layers_in_block
-from sidestep.ipc.model.layer_spec import kv_per_token
+from sidestep.ipc.model.cache_groups import LayerPlace
+from sidestep.ipc.model.kv.kv_layout import KvLayout
+from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.transport.step import Int32
-from sidestep.kernels.ops.block_copy import copy_blocks
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
@@ -46,6 +45,8 @@ class AttentionShape:
     """Index of each layer's rotary table; none if all layers have the first."""
     places: tuple[LayerPlace, ...] = ()
     """Where each layer's keys and values are; none if all layers are in the first cache group."""
+    kept: tuple[LayerKv, ...] = ()
+    """Keys and values that each layer keeps of a token; none if all keep the model's type."""
 
     def scale(self, layer: int) -> float:
         """Return a layer's factor on the products of queries and keys."""
@@ -64,19 +65,18 @@ class AttentionShape:
         return self.places[layer] if self.places else LayerPlace(0, layer)
 
     @property
-    def layers_in_block(self) -> int:
-        """The number of layers whose keys and values a block has memory for."""
-        return layers_in_block(self.places) if self.places else self.num_layers
-
-    @property
     def num_groups(self) -> int:
         """The number of cache groups up to the last one with a layer here."""
         return 1 + max((place.group for place in self.places), default=0)
 
-    def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the size of one token's keys and values in a block."""
-        return (
-            self.layers_in_block * kv_per_token(self.num_kv_heads, self.head_dim) * dtype.itemsize
+    def kv_layout(self, dtype: torch.dtype, block_size: int) -> KvLayout:
+        """Return the KV blocks. dtype: the model's type."""
+        plain = LayerKv(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return KvLayout(
+            layers=self.kept or (plain,) * self.num_layers,
+            places=tuple(self.place(layer) for layer in range(self.num_layers)),
+            itemsize=dtype.itemsize,
+            block_size=block_size,
         )
 
 
@@ -96,6 +96,11 @@ class AttentionSetup:
     """Most rows of a step."""
     queries: tuple[int, ...] = (1,)
     """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """The KV blocks."""
+        return self.shape.kv_layout(self.dtype, self.block_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,8 @@ class AttentionBackend(abc.ABC):
     Call `begin_step`, then `attend` for each layer in order.
     """
 
-    cache: Tensor
-    """[layers in a block, blocks, ...], contiguous; see AttentionShape.place."""
+    cache: KvMemory
+    """All blocks. The backend alone knows the order of the bytes in a block of a layer."""
 
     graph_safe: ClassVar[bool] = False
     """Whether a step needs nothing but `StepBatch.rows`, so that it can be captured in a CUDA
@@ -173,14 +178,11 @@ class AttentionBackend(abc.ABC):
         """
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copy blocks in all layers that they belong to, in one launch.
+        """Copy blocks in all layers that they belong to.
 
         The copies come before a step, and after everything that is queued already.
         """
-        # Padded to whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
-        columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
-        columns[:, : len(sources)] = sources, targets
-        copy_blocks(self.cache, *to_device(columns, self.cache.device))
+        self.cache.copy_blocks(sources, targets)
 
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32
@@ -37,7 +38,7 @@ not know all numbers of heads."""
 
 
 class FlashInferAttention(AttentionBackend):
-    """Cache layout: [layers, blocks, 2, KVH, block size, D], the keys' heads first."""
+    """Cache layout: for each layer [blocks, 2, KVH, block size, D], the keys' heads first."""
 
     dtypes = (torch.bfloat16, torch.float16)
     head_dims = (128, 64, 256)
@@ -61,18 +62,14 @@ class FlashInferAttention(AttentionBackend):
         _check(setup)
         shape = setup.shape
         self._setup, self._shape = setup, shape
-        # Zeros: the cache behind a row's last token may be read and masked, and 0 x NaN would
+        # Cleared: the cache behind a row's last token may be read and masked, and 0 x NaN would
         # spread.
-        self.cache = torch.zeros(
-            shape.layers_in_block,
-            setup.num_blocks,
-            2,
-            shape.num_kv_heads,
-            setup.block_size,
-            shape.head_dim,
-            dtype=setup.dtype,
-            device=setup.device,
-        )
+        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=True)
+        sizes = setup.num_blocks, 2, shape.num_kv_heads, setup.block_size, shape.head_dim
+        self._layers = [
+            self.cache.of_layer(layer).view(setup.dtype).view(sizes)
+            for layer in range(shape.num_layers)
+        ]
         self._wrappers: Wrappers | None = None
         self._batch: StepBatch | None = None
         self._num_decode = 0
@@ -96,13 +93,13 @@ class FlashInferAttention(AttentionBackend):
         shape, setup, rows = self._shape, self._setup, self._num_decode
         batch, wrappers = self._batch, self._wrappers
         assert batch is not None and wrappers is not None, "begin_step comes first"
-        place, window = shape.place(layer), shape.windows[layer]
-        cache = self.cache[place.memory]
+        group, window = shape.place(layer).group, shape.windows[layer]
+        cache = self._layers[layer]
         table = setup.rotary[shape.table(layer)]
         qkv_rope(
             qkv,
             batch.positions,
-            batch.slot_mapping[place.group],
+            batch.slot_mapping[group],
             table.cos,
             table.sin,
             norms,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
+from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.attention.rotary import FullRotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.transport.step import Int32, Int64
@@ -76,8 +77,8 @@ class _DecodeGroup:
 class TorchAttention(AttentionBackend):
     """Attention in torch on any device.
 
-    Cache layout: for each layer in a block [num_blocks, block_size, 2 KVH, D], a token's keys
-    before its values.
+    Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
+    values.
     """
 
     def __init__(self, setup: AttentionSetup) -> None:
@@ -85,19 +86,18 @@ class TorchAttention(AttentionBackend):
         self._block_size, self._dtype, self._device = setup.block_size, setup.dtype, setup.device
         self._norm_eps = setup.norm_eps
         self._rotary_tables = [FullRotaryTable(table, setup.dtype) for table in setup.rotary]
-        size = (
-            shape.layers_in_block,
-            setup.num_blocks,
-            setup.block_size,
-            2 * shape.num_kv_heads,
-            shape.head_dim,
-        )
-        # Zeros: padding reads blocks that were never written, and 0 x NaN would spread.
-        self.cache = torch.zeros(size, dtype=setup.dtype, device=setup.device)
+        # Cleared: padding reads blocks that were never written, and 0 x NaN would spread.
+        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=True)
         self._places = [shape.place(layer) for layer in range(shape.num_layers)]
-        self._layers = [self.cache[place.memory] for place in self._places]
+        sizes = setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim
+        self._layers = [
+            self.cache.of_layer(layer).view(setup.dtype).view(sizes)
+            for layer in range(shape.num_layers)
+        ]
+        self._token_bytes = setup.kv_layout.num_values * torch.float32.itemsize
+        """Bytes of a token in the gathered copy, in all layers of a block."""
         self._num_groups = shape.num_groups
-        self._copy_limit = min(_COPY_LIMIT, self.cache.numel() * torch.float32.itemsize)
+        self._copy_limit = min(_COPY_LIMIT, setup.num_blocks * setup.block_size * self._token_bytes)
         self._windows = sorted(set(shape.windows))
         self._copies: list[Tensor | None] = [None] * shape.num_layers
         self._copied_entries = np.empty(0, np.int64)
@@ -232,10 +232,9 @@ class TorchAttention(AttentionBackend):
         self._host_order = order
         in_order = np.array_equal(order, np.arange(rows))
         self._order = None if in_order else torch.from_numpy(order).to(self._device)
-        token_bytes = self._shape.bytes_per_token(torch.float32)
         room = padded_length(self._longest)
         roomy = padded_length(min(self._longest + _HEADROOM, batch.block_tables.shape[2] * size))
-        self._keep_copy = rows * roomy * token_bytes <= self._copy_limit
+        self._keep_copy = rows * roomy * self._token_bytes <= self._copy_limit
         width = -(-(roomy if self._keep_copy else room) // size)
         tables = _filled_up(batch.block_tables[: self._num_groups, :rows][:, order], width)
         self._decode_blocks = torch.from_numpy(tables).flatten(1).to(self._device)

@@ -19,6 +19,7 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
+from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import config_of
@@ -43,7 +44,7 @@ class _Step(NamedTuple):
 
 
 class TritonAttention(AttentionBackend):
-    """Cache layout: [layers in a block, blocks, 2 KVH, block size, D], the keys' heads first."""
+    """Cache layout: for each layer [blocks, 2 KVH, block size, D], the keys' heads first."""
 
     graph_safe = True
 
@@ -61,15 +62,12 @@ class TritonAttention(AttentionBackend):
         self._setup = setup
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         # Not cleared: no kernel reads a slot of the cache that was not written.
-        self.cache = torch.empty(
-            shape.layers_in_block,
-            setup.num_blocks,
-            2 * shape.num_kv_heads,
-            setup.block_size,
-            shape.head_dim,
-            dtype=setup.dtype,
-            device=setup.device,
-        )
+        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=False)
+        sizes = setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size, shape.head_dim
+        self._layers = [
+            self.cache.of_layer(layer).view(setup.dtype).view(sizes)
+            for layer in range(shape.num_layers)
+        ]
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
         self._scratches = {
@@ -148,7 +146,7 @@ class TritonAttention(AttentionBackend):
             rope.sin,
             norms,
             rope.eps,
-            self._cache(layer),
+            self._layers[layer],
             shape.num_heads,
         )
         if rows.max_prompt_rows == 0:
@@ -158,10 +156,6 @@ class TritonAttention(AttentionBackend):
         else:
             self._attend_both(step, layer, qkv, out, sinks)
         return out
-
-    def _cache(self, layer: int) -> Tensor:
-        """Return the memory of a layer's keys and values."""
-        return self.cache[self._shape.place(layer).memory]
 
     def _attend_both(
         self, step: _Step, layer: int, qkv: Tensor, out: Tensor, sinks: Tensor | None
@@ -193,7 +187,7 @@ class TritonAttention(AttentionBackend):
         rows, window = step.rows, self._shape.windows[layer]
         decode_attention(
             qkv,
-            self._cache(layer),
+            self._layers[layer],
             rows.block_tables[self._shape.place(layer).group],
             rows.slots,
             rows.seq_lens,
@@ -216,7 +210,7 @@ class TritonAttention(AttentionBackend):
         rows, window = step.rows, self._shape.windows[layer]
         prefill_attention(
             qkv,
-            self._cache(layer),
+            self._layers[layer],
             rows.block_tables[self._shape.place(layer).group],
             rows.slots,
             rows.seq_lens,

@@ -48,7 +48,7 @@ class CpuModel:
         self._decoder: DecoderForCausalLM | None = self.read_weights(args)
         # Ids of blocks and states are common to all ranks, so the rank with the least room decides.
         self.num_blocks = parallel.minimum(
-            cpu_kv_blocks(args, limits, self._shape.bytes_per_token(self.dtype), self.block_size)
+            cpu_kv_blocks(args, limits, self._shape.kv_layout(self.dtype, self.block_size))
         )
         self.num_states = (
             parallel.minimum(cpu_states(args, limits, self.dtype.itemsize))

@@ -119,8 +119,7 @@ class GpuModel:
             gpu_kv_blocks(
                 args,
                 setup.limits,
-                shape.bytes_per_token(setup.dtype),
-                setup.block_size,
+                shape.kv_layout(setup.dtype, setup.block_size),
                 free=free,
                 total=total,
                 working=working,

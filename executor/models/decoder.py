@@ -58,6 +58,7 @@ def attention_shape(
         has_sinks=any(mixer.sinks for mixer in mixers),
         tables=tuple(ropes.index(mixer.rope) for mixer in mixers),
         places=layer_places(layers_of(spec, stage), groups, longest) if groups.windows else (),
+        kept=tuple(mixer.kv(parallel.size) for mixer in mixers),
     )
 
 

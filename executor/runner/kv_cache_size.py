@@ -8,6 +8,7 @@ from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_CACHE_BYTES
+from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_spec import recurrent_of
 
 _CPU_TOKENS = 128
@@ -16,9 +17,7 @@ by `CPU_CACHE_BYTES` alone, the cache of a small model would be a hundred times 
 model."""
 
 
-def cpu_kv_blocks(
-    args: WorkerArgs, limits: StepLimits, bytes_per_token: int, block_size: int
-) -> int:
+def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, layout: KvLayout) -> int:
     """Return the number of KV blocks for a CPU.
 
     It is the number that was asked for, or enough blocks for one request of full length and for
@@ -27,12 +26,11 @@ def cpu_kv_blocks(
     """
     share = _physical_memory() // (4 * args.parallel.data_parallel_size)
     tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
-    enough = args.cache_groups.most_blocks(tokens, block_size) * block_size * bytes_per_token
+    enough = args.cache_groups.most_blocks(tokens, layout.block_size) * layout.block_bytes
     return _blocks(
         args,
         limits,
-        bytes_per_token,
-        block_size,
+        layout,
         min(CPU_CACHE_BYTES, share, enough),
         "raise kv_cache_memory_bytes or lower block_size",
     )
@@ -96,8 +94,7 @@ def _states(args: WorkerArgs, limits: StepLimits, itemsize: int, budget: int, ad
 def gpu_kv_blocks(
     args: WorkerArgs,
     limits: StepLimits,
-    bytes_per_token: int,
-    block_size: int,
+    layout: KvLayout,
     *,
     free: int,
     total: int,
@@ -113,8 +110,7 @@ def gpu_kv_blocks(
     return _blocks(
         args,
         limits,
-        bytes_per_token,
-        block_size,
+        layout,
         max(0, _gpu_budget(args, free, total, working) - states),
         _gpu_advice(args, limits, free, total, working, states),
     )
@@ -143,15 +139,14 @@ def _gpu_advice(
 def _blocks(
     args: WorkerArgs,
     limits: StepLimits,
-    bytes_per_token: int,
-    block_size: int,
+    layout: KvLayout,
     budget: int,
     advice: str,
 ) -> int:
     """Return the number of blocks: never more than all slots at full length could use."""
     if args.cache.num_kv_blocks is not None:
         return args.cache.num_kv_blocks
-    block_bytes = bytes_per_token * block_size
+    block_size, block_bytes = layout.block_size, layout.block_bytes
     if args.cache.kv_cache_memory_bytes is not None:
         budget, advice = args.cache.kv_cache_memory_bytes, "raise it or lower block_size"
     useful = limits.max_num_seqs * args.cache_groups.most_blocks(args.max_model_len, block_size)

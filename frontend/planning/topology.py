@@ -23,9 +23,9 @@ from sidestep.ipc.model.cache_sizes import (
     GPU_BLOCK_SIZE,
     GPU_MARGIN_BYTES,
 )
+from sidestep.ipc.model.kv.kv_layout import KvLayout, kv_layout
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_size import (
-    block_values,
     layers_size,
     num_parameters,
     table_size,
@@ -117,10 +117,11 @@ def _size(
     limits = SchedulerConfig().limits("cuda" if machine.gpus else "cpu")
     block_size = cache.block_size or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
     # A stage of recurrent layers alone has no keys and values.
+    block_bytes = [stage.kv_layout(item, block_size).block_bytes for stage in stages]
     blocks = min(
-        max(0, bytes_left) // (stage.kv_per_token * item * block_size)
-        for stage, bytes_left in zip(stages, room, strict=True)
-        if stage.kv_per_token
+        max(0, bytes_left) // size
+        for size, bytes_left in zip(block_bytes, room, strict=True)
+        if size
     )
     # The tokens of requests of full length: shorter ones have blocks in all groups for all tokens.
     full = -(-max_model_len // block_size) * block_size
@@ -132,7 +133,7 @@ def _size(
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
     read, kept = (
         sum(s.read for s in stages) * item,
-        sum(s.kv_per_token for s in stages) * item * block_size * (tokens * own // full),
+        sum(block_bytes) * (tokens * own // full),
     )
     return Size(
         tensor_parallel_size=tp,
@@ -161,8 +162,11 @@ class Shard:
         self.weights = num_parameters(spec, tp, layers, first=first, last=last)
         self.read = size.active + size.vectors + last * (spec.hidden_size + table_size(spec, tp))
         """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
-        self.kv_per_token = block_values(spec, tp, layers, max_model_len)
-        """Keys and values of a token in a block, which is all that a token has in one group."""
+        self._kv = spec, tp, layers, max_model_len
+
+    def kv_layout(self, itemsize: int, block_size: int) -> KvLayout:
+        """Return the rank's KV blocks. itemsize: bytes of a number of the model's type."""
+        return kv_layout(*self._kv, itemsize=itemsize, block_size=block_size)
 
 
 def _room(machine: Machine, cache: CacheConfig) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of layers and of their parts, and the numbers that ranks share out."""
+"""Sizes of layers and of their parts, what they keep of tokens, and what ranks share out."""
 
 from __future__ import annotations
 
@@ -51,3 +51,19 @@ class Divided(msgspec.Struct, frozen=True):
     def fits(self, num_ranks: int) -> bool:
         """Return whether that many ranks can share it out."""
         return self.count % num_ranks == 0 or (self.may_repeat and num_ranks % self.count == 0)
+
+
+class LayerKv(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys and values that one rank keeps of a token in one layer."""
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def num_values(self) -> int:
+        """The number of keys and values of a token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def token_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a token. itemsize: bytes of a number of the model's type."""
+        return self.num_values * itemsize

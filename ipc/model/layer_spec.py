@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from sidestep.ipc.model.layer_size import Divided, LayerSize
+from sidestep.ipc.model.layer_size import Divided, LayerKv, LayerSize
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -89,6 +89,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             Divided("KV heads", self.num_kv_heads, may_repeat=True),
         )
 
+    def kv(self, num_ranks: int = 1) -> LayerKv:
+        """Return what one rank keeps of each token."""
+        return LayerKv(num_kv_heads=max(1, self.num_kv_heads // num_ranks), head_dim=self.head_dim)
+
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
         """Return the size of one rank's part."""
         dim = self.head_dim
@@ -103,14 +107,9 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             + 2 * dim * self.head_norms
             + heads * self.sinks
             + dim * (heads + kv_heads) * self.row_norms,
-            kv_per_token=kv_per_token(kv_heads, dim),
+            kv_per_token=self.kv(num_ranks).num_values,
             widest=dim * (projected + heads),
         )
-
-
-def kv_per_token(num_kv_heads: int, head_dim: int) -> int:
-    """Return the number of values that a token has in one layer's cache."""
-    return 2 * num_kv_heads * head_dim
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sidestep.ipc.model.cache_groups import cache_groups, layer_places, layers_in_block
 from sidestep.ipc.model.layer_size import LayerSize
-from sidestep.ipc.model.layer_spec import LayerSpec, attention_of
+from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 
 
@@ -16,24 +15,6 @@ def layers_size(
     """Return the size of one tensor-parallel rank's part of these layers; None for all layers."""
     chosen = spec.layers if layers is None else layers
     return sum((one.size(spec.hidden_size, num_ranks) for one in chosen), LayerSize())
-
-
-def block_values(
-    spec: ModelSpec,
-    num_ranks: int = 1,
-    layers: Sequence[LayerSpec] | None = None,
-    max_model_len: int | None = None,
-) -> int:
-    """Return the number of keys and values of a token in a KV block of one tensor-parallel rank.
-
-    layers: those of a stage; None for all. max_model_len: tokens of the longest request; None for
-    the most that the model takes.
-    """
-    longest = spec.max_position_embeddings if max_model_len is None else max_model_len
-    own = spec.layers if layers is None else layers
-    places = layer_places(own, cache_groups(spec.layers, longest), longest)
-    per_layer = attention_of(spec.layers)[0].size(spec.hidden_size, num_ranks).kv_per_token
-    return layers_in_block(places) * per_layer
 
 
 def table_size(spec: ModelSpec, num_ranks: int = 1) -> int:

@@ -116,7 +116,7 @@ def launch_common(model: Model, page: int, window: int) -> None:
     rms_norm_triton.rms_norm(x, weight, 1e-6)
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
     block_copy_triton.copy_blocks(
-        bf16(28, BLOCKS, 2 * model.kv_heads, page, model.dim), i32(5), i32(5)
+        i32(28, BLOCKS, model.kv_heads * page * model.dim), i32(5), i32(5)
     )
     for queries in (1, QUERIES):
         mask_logits_triton.mask_logits(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from sidestep.executor.processes.multiproc import worker_environment
@@ -21,6 +22,7 @@ from sidestep.ipc.config_sections import (
     ParallelConfig,
     SchedulerConfig,
 )
+from sidestep.ipc.model.kv.kv_layout import kv_layout
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import load_model_spec
 
@@ -94,8 +96,9 @@ def test_a_small_model_has_a_small_cache() -> None:
     )
     limits = args.scheduler.limits("cpu")
     token_bytes = 4 * sum(2 * one.num_kv_heads * one.head_dim for one in attention_of(spec.layers))
-    blocks = cpu_kv_blocks(args, limits, token_bytes, 16)
+    layout = kv_layout(spec, itemsize=4, block_size=16)
+    blocks = cpu_kv_blocks(args, limits, layout)
     assert 16 * blocks >= max(2048, 32 * limits.max_num_seqs)
     assert 16 * blocks * token_bytes <= 256 << 20
-    large = cpu_kv_blocks(args, limits, 100 * token_bytes, 16)
+    large = cpu_kv_blocks(args, limits, msgspec.structs.replace(layout, itemsize=400))
     assert 16 * large * 100 * token_bytes <= 2 << 30 and 16 * large >= 2048

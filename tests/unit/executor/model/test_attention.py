@@ -337,8 +337,11 @@ def test_blocks_are_copied_in_all_layers(backend: type[AttentionBackend]) -> Non
         )
     )
     torch.manual_seed(0)
-    made.cache.copy_(torch.randn(made.cache.shape))
-    before = made.cache.clone()
+    memories = [made.cache.of_layer(layer) for layer in range(3)]
+    for memory in memories:
+        memory.copy_(torch.randint(256, memory.shape, dtype=torch.uint8))
+    before = [memory.clone() for memory in memories]
     made.copy_blocks(np.array([3, 3, 0, 8, 5], np.int32), np.array([1, 2, 4, 7, 6], np.int32))
-    before[:, [1, 2, 4, 7, 6]] = before[:, [3, 3, 0, 8, 5]]
-    assert torch.equal(made.cache, before)
+    for memory, kept in zip(memories, before, strict=True):
+        kept[[1, 2, 4, 7, 6]] = kept[[3, 3, 0, 8, 5]]
+        assert torch.equal(memory, kept)

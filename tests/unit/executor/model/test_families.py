@@ -18,9 +18,10 @@ from sidestep.executor.models.decoder import attention_shape, distinct_ropes, la
 from sidestep.executor.models.model_loading import MULTIMODAL, model_class
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.ipc.common import registry
+from sidestep.ipc.model.kv.kv_layout import kv_layout
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.layer_split import split_layers, stage_of
-from sidestep.ipc.model.model_size import block_values, num_parameters
+from sidestep.ipc.model.model_size import num_parameters
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.counting_weights import CountingWeights
 from tests.e2e.models import FAMILIES
@@ -85,5 +86,5 @@ def test_ranks_and_stages_read_and_keep_what_the_specification_says(
                 norm_eps=spec.norm.eps,
                 max_rows=1,
             )
-            kept = block_values(spec, ranks, own)
-            assert TorchAttention(setup).cache.nbytes == 3 * 8 * 4 * kept
+            layout = kv_layout(spec, ranks, own, itemsize=4, block_size=8)
+            assert TorchAttention(setup).cache.nbytes == 3 * layout.block_bytes

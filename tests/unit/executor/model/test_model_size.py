@@ -12,8 +12,9 @@ from safetensors import safe_open
 from sidestep.executor.gpu.cuda_graphs import worthwhile_tokens
 from sidestep.executor.models.decoder import attention_shape
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.ipc.model.kv.kv_layout import kv_layout
 from sidestep.ipc.model.layer_split import stage_of
-from sidestep.ipc.model.model_size import block_values, layers_size, num_parameters, table_size
+from sidestep.ipc.model.model_size import layers_size, num_parameters, table_size
 from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, write_model
 
@@ -48,7 +49,7 @@ def test_counts_equal_those_of_a_checkpoint(family: str, tmp_path: Path) -> None
         )
     assert table_size(spec) == tensors["model.embed_tokens.weight"][1]
     shape = attention_shape(spec, Parallel(), stage_of((spec.num_layers,), 0))
-    assert shape.bytes_per_token(torch.float32) == 4 * block_values(spec)
+    assert shape.kv_layout(torch.float32, 16) == kv_layout(spec, itemsize=4, block_size=16)
     # Tokens whose operations take twice the time of launching a layer.
     active = layers_size(spec).active / spec.num_layers
     assert worthwhile_tokens(spec) == pytest.approx(450e-6 * 5e14 / active, abs=1)

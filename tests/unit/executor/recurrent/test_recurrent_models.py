@@ -177,7 +177,7 @@ def test_ranks_and_stages_read_what_the_specification_says(kind: str, tmp_path: 
                 )
                 shape = attention_shape(spec, parallel, stage)
                 kept = layers_size(spec, ranks, own).kv_per_token
-                assert shape.bytes_per_token(torch.float32) == 4 * kept
+                assert shape.kv_layout(torch.float32, 8).block_bytes == 8 * 4 * kept
 
 
 def rewrite(path: str, changes: dict[str, str], more: dict[str, Tensor]) -> None:

@@ -16,6 +16,9 @@ from sidestep.executor.runner.kv_cache_size import gpu_kv_blocks, gpu_states, st
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.cache_groups import LayerPlace
+from sidestep.ipc.model.kv.kv_layout import KvLayout
+from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.recurrent.state_rows import rows_on_host
 from tests.recurrent.models import KINDS
@@ -73,7 +76,9 @@ def test_states_take_half_of_what_is_left_at_most(tmp_path: Path) -> None:
     )
     size, working = state_bytes(args, 2), 1000
     assert size > 0
-    block = size // 2
+    # Two blocks take as many bytes as a state.
+    kept = LayerKv(num_kv_heads=1, head_dim=1)
+    layout = KvLayout(layers=(kept,), places=(LayerPlace(0, 0),), itemsize=size // 4, block_size=1)
 
     def count(states: int, cache: CacheConfig = args.cache) -> tuple[int, int]:
         """Return the states and the blocks, with room for this many states."""
@@ -82,7 +87,7 @@ def test_states_take_half_of_what_is_left_at_most(tmp_path: Path) -> None:
         own = replace(args, cache=cache)
         found = gpu_states(own, LIMITS, 2, free=free, total=total, working=working)
         blocks = gpu_kv_blocks(
-            own, LIMITS, block, 1, free=free, total=total, working=working, states=found * size
+            own, LIMITS, layout, free=free, total=total, working=working, states=found * size
         )
         return found, blocks
 

@@ -74,9 +74,8 @@ def test_weights_and_cache_are_those_that_ranks_of_the_real_model_take(
         registry.load(registry.MODELS[spec.architecture].model)(spec, weights, parallel, stage)
         shard = Shard(spec, ranks, stage)
         assert shard.weights == weights.count
-        assert shard.kv_per_token * 4 == attention_shape(spec, parallel, stage).bytes_per_token(
-            torch.float32
-        )
+        shape = attention_shape(spec, parallel, stage)
+        assert shard.kv_layout(4, 16) == shape.kv_layout(torch.float32, 16)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -89,7 +88,7 @@ def test_the_stages_of_a_pipeline_hold_the_model_together(tied: bool) -> None:
         "both ends need the table"
     )
     assert sum(s.read for s in stages) == whole.read
-    assert sum(s.kv_per_token for s in stages) == whole.kv_per_token
+    assert sum(s.kv_layout(2, 16).block_bytes for s in stages) == whole.kv_layout(2, 16).block_bytes
 
 
 def sizes_on(

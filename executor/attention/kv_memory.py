@@ -1,0 +1,62 @@
+"""The memory of a rank's KV blocks, as bytes. A backend sees what it likes in a block."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.runner.transfer import to_device
+from sidestep.ipc.model.kv.kv_layout import KvLayout
+from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.ops.block_copy import copy_blocks
+
+
+class KvMemory:
+    """The blocks of all layers.
+
+    Neighbouring memories of a block that have one size are one allocation: uint8 [memories, blocks,
+    bytes]. So a model whose layers are all alike has one.
+    """
+
+    def __init__(
+        self, layout: KvLayout, num_blocks: int, device: torch.device, *, cleared: bool
+    ) -> None:
+        """Allocate the blocks. cleared: whether all bytes are 0 at first, rather than anything.
+
+        Raises torch.OutOfMemoryError or RuntimeError when there is no room.
+        """
+        self.layout, self.num_blocks, self.device = layout, num_blocks, device
+        empty = torch.zeros if cleared else torch.empty
+        self.parts = [
+            empty((len(list(alike)), num_blocks, size), dtype=torch.uint8, device=device)
+            for size, alike in groupby(layout.memories)
+        ]
+        """The allocations, in the order of their memories."""
+        self._memories = [memory for part in self.parts for memory in part]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all blocks."""
+        return sum(part.nbytes for part in self.parts)
+
+    def of_layer(self, layer: int) -> Tensor:
+        """Return the bytes of a layer's blocks, uint8 [blocks, bytes].
+
+        layer: index among the layers with attention.
+        """
+        place, block_size = self.layout.places[layer], self.layout.block_size
+        own = block_size * self.layout.layers[layer].token_bytes(self.layout.itemsize)
+        return self._memories[place.memory][:, :own]
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copy blocks in all layers, in one launch for each allocation."""
+        # Padded to whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
+        columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
+        columns[:, : len(sources)] = sources, targets
+        on_device = to_device(columns, self.device)
+        for part in self.parts:
+            words = part.view(torch.int32) if part.shape[2] % 4 == 0 else part
+            copy_blocks(words, *on_device)
