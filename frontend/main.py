@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from sidestep.frontend.options.flags import (
     add_batch_flags,
     add_engine_flags,
+    add_eval_flags,
     add_http_flags,
     add_json_flag,
     add_sampling_flags,
@@ -40,6 +41,7 @@ def make_parser(version: str) -> OptionParser:
     _add_serve(commands)
     _add_run_batch(commands)
     _add_bench(commands)
+    _add_eval(commands)
     _add_topology(commands)
     _add_trace(commands)
     return parser
@@ -107,6 +109,14 @@ def _add_bench(commands: argparse._SubParsersAction[OptionParser]) -> None:
     add_engine_flags(serve, positional_model=True)
 
 
+def _add_eval(commands: argparse._SubParsersAction[OptionParser]) -> None:
+    evaluation = commands.add_parser(
+        "eval", help="measure a model's quality, alone or against a reference"
+    )
+    add_eval_flags(evaluation)
+    add_engine_flags(evaluation, positional_model=True)
+
+
 def _add_topology(commands: argparse._SubParsersAction[OptionParser]) -> None:
     add_topology_flags(
         commands.add_parser(
@@ -152,6 +162,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             return run_serve(parsed, version)
         elif parsed.command == "run-batch":
             from sidestep.frontend.cli.run_batch import run_run_batch as run
+        elif parsed.command == "eval":
+            from sidestep.frontend.evaluation.command import run_eval as run
         elif parsed.command == "topology":
             from sidestep.frontend.cli.topology_command import run_topology as run
         elif parsed.command == "trace":

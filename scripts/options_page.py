@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.options.eval_options import EvalArgs
 from sidestep.frontend.options.option_flags import flag_names
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.options import Options
@@ -21,11 +22,12 @@ INTRODUCTION = """# Options
 
 <!-- Written by `python -m scripts.options_page` from the options' fields; a test compares. -->
 
-Each option of the engine and the server has one name. It is a flag of the commands
-(`--max-num-seqs 8`), a variable of the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a YAML
-file (`max_num_seqs: 8`) and, for the engine, an argument in Python (`EngineArgs(max_num_seqs=8)`,
-`LLM(max_num_seqs=8)`). A flag overrides the environment, the environment overrides the file, and
-the file overrides the default. Python reads neither the environment nor a file.
+Each option of the engine, the server and `sidestep eval` has one name. It is a flag of the
+commands (`--max-num-seqs 8`), a variable of the environment (`SIDESTEP_MAX_NUM_SEQS=8`), a key of a
+YAML file (`max_num_seqs: 8`) and, for the engine, an argument in Python
+(`EngineArgs(max_num_seqs=8)`, `LLM(max_num_seqs=8)`). A flag overrides the environment, the
+environment overrides the file, and the file overrides the default. Python reads neither the
+environment nor a file.
 
 ```
 SIDESTEP_MAX_NUM_SEQS=8 sidestep generate --max-model-len 1k 'def get_name('
@@ -51,8 +53,8 @@ every command.
 - `SIDESTEP_API_KEYS` and `SIDESTEP_OPERATOR_KEYS` hold the keys that a server takes, with commas
   between them. `SIDESTEP_API_KEY` is the key that `chat`, `generate` and `bench serve` show to the
   server of `--url`.
-- `--json` prints the result of `bench` and `topology` as JSON on standard output, instead of a
-  table. Progress, headings and log lines go to standard error.
+- `--json` prints the result of `bench`, `eval` and `topology` as JSON on standard output, instead
+  of a table. Progress, headings and log lines go to standard error.
 
 `sidestep COMMAND --help` lists the options of a command, those of sampling and of loads among them.
 [sampling.md](sampling.md) describes sampling parameters.
@@ -71,6 +73,7 @@ def _parts() -> Iterator[str]:
         if cls not in (Options, EngineArgs):
             yield from _section(cls)
     yield from _section(ServerArgs)
+    yield from _section(EvalArgs)
 
 
 def _section(cls: type[Any]) -> Iterator[str]:

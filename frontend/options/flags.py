@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from sidestep.frontend.options.engine_args import EngineArgs, engine_options
+from sidestep.frontend.options.eval_options import EvalArgs
 from sidestep.frontend.options.option_flags import (
     add_flag,
     add_option_flags,
@@ -123,6 +124,12 @@ def add_batch_flags(parser: argparse.ArgumentParser) -> None:
         help="at most this many requests at a time (default: 1024)",
     )
     add_option_flags(parser.add_argument_group("server options"), ServerArgs, _BATCH_FLAGS)
+
+
+def add_eval_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of EvalArgs."""
+    add_option_flags(parser.add_argument_group("measurements and limits"), EvalArgs)
+    add_json_flag(parser)
 
 
 def add_topology_flags(parser: argparse.ArgumentParser) -> None:

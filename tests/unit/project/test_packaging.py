@@ -92,6 +92,7 @@ def test_the_wheel_holds_the_package_with_its_default_model_and_nothing_else(
         "tiny-python/model.safetensors",
         "tiny-python/tokenizer.json",
         "tiny-python/config.json",
+        "tiny-python/README.md",  # the default text of sidestep eval
     ):
         assert f"sidestep/{expected}" in names
 
