@@ -33,6 +33,8 @@ SMALL = {
 }
 FAKE = {"SIDESTEP_DEVICE": "fake"}
 """The fake device, because the commands can be tested without weights."""
+CPU = {"SIDESTEP_DEVICE": "cpu"}
+"""The device of commands that need a model: the fake one gives no log-probabilities of prompts."""
 
 
 def runs_here(command: str) -> bool:
@@ -124,7 +126,7 @@ def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
         *(sys.executable, "-m", "sidestep", *words, *more),
         input="def get_name(\n",
         cwd=tmp_path,
-        env=os.environ | FAKE | variables,
+        env=os.environ | (CPU if words[0] == "eval" else FAKE) | variables,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or (tmp_path / "answers.jsonl").read_text()
