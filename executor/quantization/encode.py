@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -12,37 +14,72 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0, "fp4": 6.0}
 """Largest number that a code stands for; of int4 without zeros."""
 _LEVELS = 15
 """Steps between the smallest and the largest code of four bits."""
+_RANGES = (1.0, 0.95, 0.9, 0.85)
+"""Parts of a group's range that its codes may cover."""
 
 
 def encode(weight: Tensor, scheme: WeightScheme) -> CodedMatrix:
     """Return a matrix [N, K] in the scheme's form, whose products have the type of `weight`.
 
-    Scales are rounded to bfloat16 first, so that they can be kept in it without a further error.
+    Scales and minimums are numbers that bfloat16 has, so that they can be kept in it.
     """
     rows, columns = weight.shape
     height, width = scheme.rows or rows, scheme.columns or columns
     groups = _in_groups(weight, height, width)
-    zeros = None
     if scheme.offset:
-        low = groups.amin((1, 3)).clamp(max=0)
-        high = groups.amax((1, 3)).clamp(min=0)
-        scales = _short((high - low) / _LEVELS)
-        zeros = (-low / _divisor(scales)).round().clamp(0, _LEVELS)
+        codes, scales, minimums = _fitted(groups)
     else:
-        scales = _short(groups.abs().amax((1, 3)) / _LARGEST[scheme.kind])
-    scaled = (groups / _divisor(scales)[:, None, :, None]).flatten(0, 1).flatten(1)
-    scaled = scaled[:rows, :columns]
-    if zeros is not None:
-        wide = zeros.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)
-        scaled = scaled + wide[:, :columns]
+        scales = _short(groups.abs().amax((1, 3), keepdim=True) / _LARGEST[scheme.kind])
+        codes, minimums = groups / _divisor(scales), None
     return CodedMatrix(
         kind=scheme.kind,
-        codes=_codes(scaled, scheme),
-        scales=scales,
+        codes=_codes(codes.flatten(0, 1).flatten(1)[:rows, :columns], scheme),
+        scales=scales[:, 0, :, 0],
         group=(height, width),
         dtype=weight.dtype,
-        zeros=None if zeros is None else zeros.to(torch.uint8),
+        minimums=None if minimums is None else minimums[:, 0, :, 0],
     )
+
+
+def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes from 0 to 15, and the scales and minimums of groups, with little square error.
+
+    Codes are those of a range a little smaller than that of the numbers. Then the line through
+    codes and numbers with the least square error gives scale and minimum, and the codes again.
+    """
+    low, high = (_extreme(groups, one) for one in (torch.amin, torch.amax))
+    middle, half = (low + high) / 2, (high - low) / 2
+    mean = groups.mean((1, 3), keepdim=True)
+    best: list[Tensor] = []
+    for part in _RANGES:
+        scale = half * (2 * part / _LEVELS)
+        codes = _levels(groups, scale, half * part - middle)
+        spread = codes - codes.mean((1, 3), keepdim=True)
+        squares = spread.square().sum((1, 3), keepdim=True)
+        scale = (spread * groups).sum((1, 3), keepdim=True) / _divisor(squares)
+        scale = scale.bfloat16().float()
+        ahead = (codes.mean((1, 3), keepdim=True) - MIDDLE) * scale
+        minimum = (ahead - mean).bfloat16().float()
+        codes = _levels(groups, scale, minimum + MIDDLE * scale)
+        error = ((codes - MIDDLE) * scale - minimum - groups).square_().sum((1, 3), keepdim=True)
+        found = [error, codes, scale, minimum]
+        better = error < best[0] if best else None
+        best = (
+            found
+            if better is None
+            else [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
+        )
+    _, codes, scale, minimum = best
+    return codes, scale, minimum
+
+
+def _extreme(groups: Tensor, of: Callable[..., Tensor]) -> Tensor:
+    return of(groups, (1, 3), keepdim=True)
+
+
+def _levels(groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """Return the codes nearest to numbers."""
+    return ((groups + minimum) / _divisor(scale)).round_().clamp_(0, _LEVELS)
 
 
 def _in_groups(weight: Tensor, height: int, width: int) -> Tensor:
