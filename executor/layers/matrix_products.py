@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.coded_gpu_matrix import CodedGpuMatrix
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.ipc.common.errors import EngineStartError
@@ -38,6 +39,8 @@ class MatrixProduct(Protocol):
 def product_of(matrix: Matrix, bias: Tensor | None) -> MatrixProduct:
     """Return what multiplies with a matrix."""
     if isinstance(matrix, CodedMatrix):
+        if on_gpu(matrix.codes):
+            return CodedGpuMatrix(matrix, bias)
         # A CPU has no product of these codes that is faster than that of their numbers.
         return CpuMatrix(matrix.decoded(), bias)
     return GpuMatrix(matrix, bias) if on_gpu(matrix) else CpuMatrix(matrix, bias)

@@ -22,14 +22,18 @@ from torch import Tensor
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.products import coded_linear_triton as coded
 from sidestep.kernels.products import skinny_linear_triton as skinny
 from sidestep.kernels.products import streamed_config as streamed
+from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
 from sidestep.kernels.products.streamed_config import StreamedConfig
 from sidestep.kernels.products.tuned_products import PRODUCTS, ROWS
 from sidestep.kernels.products.tuned_shares import SHARES
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
-Config = SkinnyConfig | StreamedConfig
+Config = SkinnyConfig | StreamedConfig | CodedConfig
+"""Configuration of a kernel. CodedConfig is for a DeviceMatrix, the others are for tensors."""
 
 
 @functools.cache
@@ -75,7 +79,7 @@ def choose(
 
 def own_linear(
     x: Tensor | Stream,
-    weight: Tensor,
+    weight: Tensor | DeviceMatrix,
     bias: Tensor | None = None,
     *,
     gated: bool = False,
@@ -103,7 +107,7 @@ def own_linear(
 def add_own_linear(
     residual: Tensor,
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | DeviceMatrix,
     bias: Tensor | None = None,
     *,
     norm: RmsNorm | None = None,
@@ -129,7 +133,7 @@ def add_own_linear(
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | DeviceMatrix,
     bias: Tensor | None,
     squares: Tensor | None,
     eps: float,
@@ -141,10 +145,11 @@ def _launch(
     *,
     add: bool,
 ) -> None:
-    """Launch the config's kernel. The weight stands in for missing tensors, which are not read."""
-    b, given = weight if bias is None else bias, weight if squares is None else squares
-    scales = weight if norm is None else norm.weight
-    weighted, sums = (weight, weight) if begun is None else begun
+    """Launch the config's kernel. A tensor stands in for missing ones, which are not read."""
+    other = weight if isinstance(weight, Tensor) else x
+    b, given = other if bias is None else bias, other if squares is None else squares
+    scales = other if norm is None else norm.weight
+    weighted, sums = (other, other) if begun is None else begun
     tensors = (b, given, scales, out, weighted, sums)
     flags = (
         0 if squares is None else squares.shape[1],
@@ -153,9 +158,13 @@ def _launch(
         begun is not None,
         gated,
     )
-    if isinstance(config, SkinnyConfig):
+    if isinstance(weight, DeviceMatrix):
+        assert isinstance(config, CodedConfig), "a coded matrix has a kernel of its own"
+        coded.launch(x, weight, tensors, eps, flags, config)
+    elif isinstance(config, SkinnyConfig):
         skinny.launch(x, weight, tensors, eps, flags, config)
     else:
+        assert isinstance(config, StreamedConfig), "the kernel of coded matrices takes no tensor"
         from sidestep.kernels.products.streamed_linear_gluon import launch
 
         launch(x, weight, tensors, eps, flags, config)

@@ -1,0 +1,259 @@
+"""Products with matrices in 8 or 4 bits, against float64 of the decoded matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.products.coded_linear import (
+    MAX_ROWS,
+    add_coded_linear,
+    coded_gated_linear,
+    coded_linear,
+)
+from sidestep.kernels.products.coded_linear_triton import CodedConfig
+from sidestep.kernels.products.own_linear import add_own_linear, own_linear
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from tests.triton.quantized.coded_matrices import FORMS, RARE_FORMS, WHOLE, Form, matrix_of
+from tests.triton.support import (
+    DEVICE,
+    DTYPE,
+    INTERPRETED,
+    PoisonedAllocations,
+    Values,
+    assert_close,
+    assert_margins_untouched,
+    guarded,
+    needs_gpu,
+    poisoned,
+    same,
+    unchanged,
+)
+
+SMALL = CodedConfig(64, 16, num_stages=2)
+SPLIT = replace(SMALL, split=2)
+CHANNEL = Form("fp8", WHOLE)
+HALF = torch.float16 if INTERPRETED else torch.bfloat16
+
+
+def on_device(matrix: CodedMatrix) -> DeviceMatrix:
+    """Return the matrix as kernels read it, between margins of poison."""
+    found = DeviceMatrix.of(matrix)
+    minimums = None if found.minimums is None else guarded(found.minimums)
+    return replace(
+        found, words=guarded(found.words), scales=guarded(found.scales), minimums=minimums
+    )
+
+
+def exact(
+    x: Tensor, matrix: CodedMatrix, bias: Tensor | None = None, gated: bool = False
+) -> Tensor:
+    out = x.double() @ matrix.decoded(torch.float32).double().T
+    if bias is not None:
+        out += bias.double()
+    if gated:
+        gate, up = out.chunk(2, -1)
+        out = gate / (1 + (-gate).exp()) * up
+    return out
+
+
+def assert_product(found: Tensor, expected: Tensor, form: Form) -> None:
+    """Compare a product; NormalFloat's numbers are rounded to 16 bits."""
+    if form.kind == "nf4":
+        torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
+    elif form.width < 128 or form.minimums:
+        # In 16 bits a weight is rounded once more.
+        assert_close(found, expected, 8)
+    else:
+        assert_close(found, expected)
+
+
+def check(
+    form: Form,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    dtype: torch.dtype = DTYPE,
+    config: CodedConfig = SMALL,
+    *,
+    with_bias: bool = False,
+    gated: bool = False,
+) -> None:
+    """Check the product of rows that lie apart, into memory whose rows do too."""
+    values = Values(rows + outputs + inputs)
+    buffer = poisoned(rows, inputs + 8, dtype=dtype)
+    x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
+    count = outputs * (1 + gated)
+    given = matrix_of(form, count, inputs, dtype)
+    matrix = on_device(given)
+    bias = guarded(values.normal(count, dtype=dtype)) if with_bias else None
+    whole = poisoned(rows, outputs + 5, dtype=dtype)
+    with (
+        unchanged(x=buffer, words=matrix.words, scales=matrix.scales, between=whole[:, outputs:]),
+        PoisonedAllocations(),
+    ):
+        out = own_linear(x, matrix, bias, gated=gated, config=config, out=whole[:, :outputs])
+    assert_margins_untouched(whole)
+    assert_product(out, exact(x, given, bias, gated), form)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_forms(form: Form) -> None:
+    check(form, 3, 80, 336, with_bias=True)
+    check(form, 5, 70, 272, HALF, SPLIT)
+
+
+@pytest.mark.parametrize("form", RARE_FORMS, ids=str)
+def test_rare_forms(form: Form) -> None:
+    check(form, 2, 70, 272)
+
+
+@pytest.mark.parametrize("form", FORMS[:5], ids=str)
+@pytest.mark.parametrize("config", [SMALL, SPLIT], ids=str)
+def test_gated(form: Form, config: CodedConfig) -> None:
+    check(form, 3, 72, 272, config=config, gated=True, with_bias=True)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 80])
+def test_numbers_of_rows_as_shipped(rows: int) -> None:
+    values = Values(rows)
+    for form in (Form("fp8", 128, 128), Form("int4", 128, zeros=True)):
+        x = guarded(values.normal(rows, 400, dtype=DTYPE))
+        given = matrix_of(form, 200, 400, DTYPE)
+        matrix = on_device(given)
+        with PoisonedAllocations():
+            assert_product(coded_linear(x, matrix, None), exact(x, given), form)
+            found = coded_gated_linear(x, matrix, None)
+        assert_product(found, exact(x, given, gated=True), form)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "fp4"])
+@pytest.mark.parametrize("dtype", [DTYPE, HALF])
+def test_all_codes_are_exact(kind: str, dtype: torch.dtype) -> None:
+    """Check codes with a scale of 1, by the product with the identity."""
+    bytes_ = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(2, 128)
+    scales = torch.ones(2, 1, device=DEVICE)
+    if kind == "fp8":
+        codes = bytes_.masked_fill((bytes_ & 127) == 127, 0).view(torch.float8_e4m3fn)
+    else:
+        codes = bytes_.view(torch.int8) if kind == "int8" else bytes_
+    columns = 128 if kind in ("fp8", "int8") else 256
+    matrix = CodedMatrix(
+        kind=kind,  # type: ignore[arg-type]  # one of these
+        codes=codes,
+        scales=scales,
+        group=(1, columns),
+        dtype=dtype,
+    )
+    one = torch.eye(columns, dtype=dtype, device=DEVICE)
+    found = own_linear(one, on_device(matrix), config=CodedConfig(64, 64, num_stages=2))
+    assert torch.equal(found.T.double(), matrix.decoded(torch.float32).double())
+
+
+def test_a_code_that_is_nan_makes_its_row_nan() -> None:
+    values = Values(1)
+    x = values.normal(3, 256, dtype=DTYPE)
+    given = matrix_of(Form("fp8", 128, 128), 130, 256, DTYPE)
+    given.codes.view(torch.uint8)[7, 200], given.codes.view(torch.uint8)[129, 0] = 0x7F, 0xFF
+    found = own_linear(x, on_device(given), config=SMALL)
+    expected = exact(x, given)
+    assert found.isnan().nonzero()[:, 1].unique().tolist() == [7, 129]
+    there = ~expected.isnan()
+    assert_close(found[there], expected[there])
+
+
+def test_groups_that_no_kernel_reads_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple of 16 columns"):
+        DeviceMatrix.of(matrix_of(Form("int4", 24), 8, 48, DTYPE))
+
+
+# In the stream.
+
+
+@pytest.mark.parametrize("config", [SMALL, SPLIT], ids=str)
+@pytest.mark.parametrize("form", [CHANNEL, Form("int4", 128, zeros=True)], ids=str)
+def test_products_added_to_the_stream_begin_the_norm(form: Form, config: CodedConfig) -> None:
+    rows, outputs, inputs = 3, 80, 272
+    values = Values(1)
+    x = guarded(values.normal(rows, inputs, dtype=DTYPE))
+    given = matrix_of(form, outputs, inputs, DTYPE)
+    bias = guarded(values.normal(outputs, dtype=DTYPE))
+    norm = RmsNorm(guarded(values.normal(outputs, dtype=DTYPE)), 1e-5)
+    whole = poisoned(rows, outputs + 8, dtype=DTYPE)
+    stream = whole[:, :outputs].copy_(values.normal(rows, outputs, dtype=DTYPE, scale=7))
+    expected = exact(x, given, bias) + stream.double()
+    with unchanged(x=x, between=whole[:, outputs:]), PoisonedAllocations():
+        begun = add_own_linear(stream, x, on_device(given), bias, norm=norm, config=config)
+    assert begun is not None
+    assert_close(stream, expected)
+    assert_close(begun.weighted, stream.double() * norm.weight.double(), 1)
+    squares = [part.square().sum(1) for part in stream.double().split(config.block_n, 1)]
+    assert_close(begun.squares, torch.stack(squares, 1))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_begun_norm_is_finished(parts: int, gated: bool) -> None:
+    rows, inputs = 3, 272
+    values = Values(parts)
+    weighted = guarded(values.normal(rows, inputs, dtype=DTYPE, scale=7))
+    scale = (49 * inputs / parts) ** 0.5
+    squares = guarded(values.normal(rows, parts, dtype=torch.float32, scale=scale).square())
+    norm = RmsNorm(poisoned(inputs, dtype=DTYPE), 1e-5)
+    stream = Stream(poisoned(rows, inputs, dtype=DTYPE), norm, BegunNorm(weighted, squares))
+    given = matrix_of(CHANNEL, 140, inputs, DTYPE)
+    factor = (squares.double().sum(1, keepdim=True) / inputs + norm.eps).rsqrt()
+    for config in (SMALL, SPLIT):
+        with PoisonedAllocations():
+            found = own_linear(stream, on_device(given), gated=gated, config=config)
+        assert_close(found, exact(weighted.double() * factor, given, gated=gated))
+
+
+# In the interpreter a product's order depends on its size.
+@pytest.mark.parametrize("most", [16, pytest.param(MAX_ROWS, marks=needs_gpu)])
+@pytest.mark.parametrize("form", FORMS[:5], ids=str)
+def test_a_row_depends_on_no_other(form: Form, most: int) -> None:
+    """Check that NaN in a row stays there, and that bits do not depend on the number of rows."""
+    values = Values(most)
+    x = values.normal(most, 400, dtype=DTYPE)
+    x[most - 1] = float("nan")
+    first = DeviceMatrix.of(matrix_of(form, 144, 400, DTYPE))
+    second = DeviceMatrix.of(matrix_of(form, 72, 144, DTYPE))
+    stream = values.normal(most, 144, dtype=DTYPE, scale=7)
+    norm = RmsNorm(values.normal(144, dtype=DTYPE), 1e-5)
+
+    def chain(count: int) -> tuple[Tensor, Tensor]:
+        added = stream[:count].clone()
+        begun = add_coded_linear(added, x[:count], first, None, norm)
+        return added, coded_gated_linear(Stream(added, norm, begun), second, None)
+
+    added, out = chain(most)
+    assert added[-1].isnan().all() and out[-1].isnan().all()
+    for count in (1, 5, most - 1):
+        fewer_added, fewer = chain(count)
+        assert same(fewer_added, added[:count])
+        assert same(fewer, out[:count])
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [1, 8, 33, 64, 300])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "gated"),
+    [(4096, 1024, False), (6144, 4096, False), (14336, 4096, True), (4096, 14336, False)],
+)
+def test_shapes_of_models_as_shipped(
+    form: Form, outputs: int, inputs: int, gated: bool, rows: int
+) -> None:
+    values = Values(rows)
+    x = guarded(values.normal(rows, inputs, dtype=DTYPE))
+    given = matrix_of(form, outputs * (1 + gated), inputs, DTYPE)
+    matrix = on_device(given)
+    with PoisonedAllocations():
+        found = (coded_gated_linear if gated else coded_linear)(x, matrix, None)
+    assert_product(found, exact(x, given, gated=gated), form)
