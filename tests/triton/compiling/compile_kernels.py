@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +59,7 @@ from sidestep.kernels.triton import (
     token_masks_triton,
 )
 from tests.triton.compiling.compile_experts import launch_experts
+from tests.triton.compiling.compile_quantized import FORMS, MAIN_FORMS, Form, launch_quantized
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32
 
 PROCESSORS = 132
@@ -379,6 +380,12 @@ def launch_products(model: Model, page: int, window: int) -> None:
         gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))
 
 
+def launch_coded_products(forms: Iterable[Form], model: Model, page: int, window: int) -> None:
+    """Launch the products of coded matrices of these forms."""
+    qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
+    launch_quantized((model.hidden, attended, qkv, model.inner), forms)
+
+
 def disassembler() -> Path | None:
     """Return the path of a disassembler; on some platforms Triton's package has none."""
     found = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -441,6 +448,8 @@ GROUPS: dict[str, Callable[[Model, int, int], None]] = {
     "attention": launch_attention,
     "products": launch_products,
     "experts": launch_experts,
+    "quantized": functools.partial(launch_coded_products, MAIN_FORMS),
+    "all-quantized": functools.partial(launch_coded_products, FORMS),
     "recurrent": launch_recurrent,
 }
 

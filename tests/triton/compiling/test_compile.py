@@ -58,6 +58,9 @@ EXPERTS = {
 }
 
 
+QUANTIZED = {"_coded", "_rms_norm"}
+
+
 RECURRENT = {
     "_causal_conv",
     "_few_tokens",
@@ -87,6 +90,9 @@ MAIN = [
     Job(80, "Qwen3-0.6B", groups=("attention", "products")),
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
     Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts", "recurrent")),
+    Job(90, "Llama-3.1-8B", groups=("quantized",)),
+    Job(90, "Qwen3-0.6B", groups=("quantized",)),
+    Job(89, "Qwen3-0.6B", groups=("quantized",)),
 ]
 SLOW = [
     Job(capability, model, block_size, window, ("attention",))
@@ -95,7 +101,7 @@ SLOW = [
     for block_size, window in ((64, 0), (16, 1000), (48, 0))
 ]
 SLOW += [
-    Job(capability, model, groups=("common", "sums", "products", "experts"))
+    Job(capability, model, groups=("common", "sums", "products", "experts", "all-quantized"))
     for capability in SHARED_KB
     for model in ("Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")
 ]
@@ -144,6 +150,8 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "attention": ATTENTION,
         "products": PRODUCTS[job.capability],
         "experts": EXPERTS,
+        "quantized": QUANTIZED,
+        "all-quantized": QUANTIZED,
         "recurrent": RECURRENT,
     }
     assert {kernel["kernel"] for kernel in kernels} == set().union(
@@ -170,6 +178,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
                 "_streamed",
                 "_grouped_gate_up",
                 "_grouped_down",
+                "_coded",
                 "_chunk_systems",
                 "_chunk_scan",
             ):
