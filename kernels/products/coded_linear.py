@@ -55,6 +55,36 @@ def split_of(outputs: int, inputs: int, processors: int) -> int:
     return split
 
 
+def _in_8_bits(
+    x: Tensor | Stream,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None,
+    *,
+    gated: bool = False,
+    add: bool = False,
+) -> Tensor | None:
+    """Return the product with x rounded to 8 bits, or None where x is not rounded.
+
+    It is rounded if the matrix was made for that, for rows enough that the tensor cores' speed
+    counts, and on GPUs whose tensor cores take such numbers.
+    """
+    hidden = x.hidden if isinstance(x, Stream) else x
+    gpu = gpu_of(hidden.device)
+    if len(hidden) <= MAX_ROWS or gpu is None or matrix.rounded is None:
+        return None
+    from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
+    from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
+
+    if not rounds_inputs(matrix, gpu.capability):
+        return None
+    grouped = matrix.group[1] != 0
+    rows = quantize_rows(x, matrix.rounded, grouped=grouped, input_scale=matrix.input_scale)
+    if out is None:
+        out = hidden.new_empty(len(hidden), matrix.shape[0] // (1 + gated))
+    return scaled_product(rows, matrix, bias, out, gated=gated, add=add)
+
+
 def coded_linear(
     x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
@@ -79,6 +109,9 @@ def _product(
     out: Tensor | None = None,
 ) -> Tensor:
     """Return the product, with the activation if gated."""
+    rounded = _in_8_bits(x, matrix, bias, out, gated=gated)
+    if rounded is not None:
+        return rounded
     tokens = len(x.hidden if isinstance(x, Stream) else x)
     given = x if tokens <= MAX_ROWS else normed(x)
     config = choose(tokens, matrix, gated)
@@ -98,6 +131,8 @@ def add_coded_linear(
     way, or None. A norm is not begun in float16: a stream that is not scaled yet may be too large
     for it.
     """
+    if _in_8_bits(x, matrix, bias, residual, add=True) is not None:
+        return None
     few = len(x) <= MAX_ROWS and x.dtype == torch.bfloat16
     config = choose(len(x), matrix, False)
     return add_own_linear(residual, x, matrix, bias, norm=norm if few else None, config=config)

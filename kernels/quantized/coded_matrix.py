@@ -19,6 +19,9 @@ Codes = Literal["fp8", "int8", "int4", "nf4", "fp4"]
 fp8: e4m3fn. int8: themselves. int4: 0 to 15, less the group's zero. nf4: the NormalFloat of QLoRA
 (Dettmers et al. 2023). fp4: e2m1 of the OCP Microscaling Formats.
 """
+Rounded = Literal["fp8", "int8"]
+"""Types in 8 bits that inputs may be rounded to."""
+ROUNDED: dict[Rounded, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
     -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
@@ -54,6 +57,11 @@ class CodedMatrix:
     """uint8, like the scales: the codes that stand for 0, of int4; None where all are 8."""
     minimums: Tensor | None = None
     """float32, like the scales: what is subtracted at the end."""
+    activations: Rounded | None = None
+    """Type that the inputs were rounded to in training or calibration, so that a product may do so
+    where that is faster; None where they were not."""
+    input_scale: Tensor | None = None
+    """float32 [1]: the scale of rounded inputs, if it is the same for all of them."""
 
     @property
     def packed(self) -> int:
@@ -73,7 +81,8 @@ class CodedMatrix:
     @property
     def described(self) -> str:
         """The form in words; matrices of one form can be stacked."""
-        return f"{self.kind} in groups of {self.group[1]}"
+        name = f"{self.kind} in groups of {self.group[1]}"
+        return name if self.activations is None else f"{name} for inputs in {self.activations}"
 
     def index_select(self, dim: int, rows: Tensor) -> CodedMatrix:
         """Return some rows, in this order. rows: int64. dim: 0, as of tensors."""
@@ -105,7 +114,9 @@ class CodedMatrix:
 
     def to(self, device: torch.device) -> CodedMatrix:
         """Return the matrix on a device."""
-        return self._each(lambda part: part.to(device))
+        moved = self._each(lambda part: part.to(device))
+        scale = self.input_scale
+        return moved if scale is None else replace(moved, input_scale=scale.to(device))
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the numbers [N, K], rounded once, to this type; None for the products' type."""
@@ -167,6 +178,10 @@ def stack(parts: Sequence[CodedMatrix]) -> CodedMatrix:
         found = [of(part) for part in parts]
         return None if found[0] is None else torch.cat([one for one in found if one is not None])
 
+    # A scale of all rows' inputs must reach the largest of them.
+    given = [part.input_scale for part in parts]
+    input_scales = [scale for scale in given if scale is not None]
+    largest = torch.stack(input_scales).amax(0) if len(input_scales) == len(given) else None
     codes, scales = joined(lambda one: one.codes), joined(lambda one: one.scales)
     assert codes is not None and scales is not None
     return replace(
@@ -175,6 +190,7 @@ def stack(parts: Sequence[CodedMatrix]) -> CodedMatrix:
         scales=scales,
         zeros=joined(lambda one: one.zeros),
         minimums=joined(lambda one: one.minimums),
+        input_scale=largest,
     )
 
 

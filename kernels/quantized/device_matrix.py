@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix, Codes
+from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix, Codes, Rounded
 
 STEP = 128
 """Columns are filled up to a multiple of this, the step of the products."""
@@ -50,6 +50,10 @@ class DeviceMatrix:
     """Whether groups have zeros of their own."""
     dtype: torch.dtype
     """Type of the inputs and results of its products."""
+    rounded: Rounded | None = None
+    """Type in 8 bits that inputs may be rounded to."""
+    input_scale: Tensor | None = None
+    """float32 [1]: the scale of all rounded inputs; None where each row has its own."""
 
     @classmethod
     def of(cls, matrix: CodedMatrix) -> DeviceMatrix:
@@ -69,6 +73,8 @@ class DeviceMatrix:
             group=(height, 0 if width >= matrix.shape[1] else width),
             zeros=matrix.zeros is not None,
             dtype=matrix.dtype,
+            rounded=matrix.activations,
+            input_scale=matrix.input_scale,
         )
 
     @property

@@ -45,6 +45,8 @@ _POISON = {
     torch.float16: (0x7E01, 500),
     torch.bfloat16: (0x7FC1, 60),
     torch.uint8: (101, 64),
+    torch.int8: (37, 32),
+    torch.float8_e4m3fn: (0x7F, 1),
     torch.int32: (-1234567, 2**16),
     torch.int64: (-123456789012345, 2**16),
 }

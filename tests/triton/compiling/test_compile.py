@@ -58,7 +58,7 @@ EXPERTS = {
 }
 
 
-QUANTIZED = {"_coded", "_rms_norm"}
+QUANTIZED = {"_coded", "_scaled_product", "_quantize_rows", "_rms_norm"}
 
 
 RECURRENT = {
@@ -91,7 +91,6 @@ MAIN = [
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
     Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts", "recurrent")),
     Job(90, "Llama-3.1-8B", groups=("quantized",)),
-    Job(90, "Qwen3-0.6B", groups=("quantized",)),
     Job(89, "Qwen3-0.6B", groups=("quantized",)),
 ]
 SLOW = [
@@ -100,6 +99,7 @@ SLOW = [
     for model in ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like", "Phi-like")
     for block_size, window in ((64, 0), (16, 1000), (48, 0))
 ]
+SLOW += [Job(90, "Qwen3-0.6B", groups=("all-quantized",))]
 SLOW += [
     Job(capability, model, groups=("common", "sums", "products", "experts", "all-quantized"))
     for capability in SHARED_KB
@@ -179,6 +179,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
                 "_grouped_gate_up",
                 "_grouped_down",
                 "_coded",
+                "_scaled_product",
                 "_chunk_systems",
                 "_chunk_scan",
             ):

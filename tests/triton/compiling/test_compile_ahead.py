@@ -20,8 +20,8 @@ ALONE, IN_A_GROUP, IN_STAGES = (1, 1, 0), (2, 1, 4), (1, 3, 0)
 """Ranks, stages and drafts of a row."""
 
 
-def run(model: str, cache: Path, *command: str) -> str:
-    """Run the program without the interpreter, and with a lifeline, without which forks end."""
+def run(cache: Path, program: str, *arguments: str) -> str:
+    """Run a program without the interpreter, and with a lifeline, without which forks end."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
         "TRITON_CACHE_DIR": str(cache),
@@ -29,7 +29,7 @@ def run(model: str, cache: Path, *command: str) -> str:
         "PYTHONPATH": PYTHON_PATH,
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.triton.compiling.compile_ahead", model, *command],
+        [sys.executable, "-m", f"tests.triton.compiling.{program}", *arguments],
         cwd=ROOT,
         env=env,
         stdin=subprocess.PIPE,
@@ -48,7 +48,10 @@ def kernels_of(
     model: str, cache: Path, *sizes: tuple[int, int, int]
 ) -> list[tuple[list[str], list[str]]]:
     """Return for each of the sizes the kernels for tensors without and with memory."""
-    return [tuple(pair) for pair in json.loads(run(model, cache, "keys", json.dumps(sizes)))]
+    return [
+        tuple(pair)
+        for pair in json.loads(run(cache, "compile_ahead", model, "keys", json.dumps(sizes)))
+    ]
 
 
 def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
@@ -94,6 +97,13 @@ def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:
         assert not kernels & {"_choose_tokens", "_mask_tokens", "_accept"}
 
 
+def test_coded_matrices_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
+    without, with_memory = json.loads(run(tmp_path / "cache", "compile_quantized"))
+    assert without == with_memory
+    kernels = {key.split()[0] for key in without}
+    assert kernels == {"_coded", "_quantize_rows", "_scaled_product", "_rms_norm"}
+
+
 @pytest.mark.skipif(
     hasattr(driver, "make_launcher") and not has_driver(),
     reason="this Triton links what launches kernels to the driver's library",
@@ -103,8 +113,8 @@ def test_a_worker_finds_all_in_the_cache(tmp_path: Path) -> None:
     config = tmp_path / "model" / "config.json"
     # With this size one sampler is enough for all rows.
     config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 320}))
-    run(model, tmp_path / "cache", "ahead")
-    kernels = json.loads(run(model, tmp_path / "cache", "worker"))
+    run(tmp_path / "cache", "compile_ahead", model, "ahead")
+    kernels = json.loads(run(tmp_path / "cache", "compile_ahead", model, "worker"))
     assert {"_choose_tokens", "_decode", "_prefill", "_copy_blocks", "_mask_tokens"} <= {
         name for name, _ in kernels
     }

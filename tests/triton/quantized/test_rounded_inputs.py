@@ -1,0 +1,169 @@
+"""Products of inputs and matrices that both are in 8 bits, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, rms_norm
+from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
+from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
+from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
+from tests.triton.support import (
+    DEVICE,
+    DTYPE,
+    INTERPRETED,
+    PoisonedAllocations,
+    Values,
+    assert_close,
+    assert_margins_untouched,
+    guarded,
+    poisoned,
+    unchanged,
+)
+
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+BLOCK, CHANNEL, INTEGER = Form("fp8", 128, 128), Form("fp8", WHOLE), Form("int8", WHOLE)
+
+
+def numbers_of(rows: QuantizedRows, columns: int) -> Tensor:
+    """Return the numbers [T, K] in float64."""
+    tokens, filled = rows.codes.shape
+    # The codes lie in the order of a matrix's words.
+    places = torch.arange(64).view(4, 2, 4, 2).permute(2, 0, 3, 1).flip(-1).flatten()
+    codes = torch.empty(tokens, filled // 64, 64, device=rows.codes.device)
+    codes[..., places] = rows.codes.float().view(tokens, -1, 64)
+    assert not codes.flatten(1)[:, columns:].any(), "filled up with other numbers than 0"
+    width = filled // rows.scales.shape[1]
+    return (codes.flatten(1).double() * rows.scales.double().repeat_interleave(width, 1))[
+        :, :columns
+    ]
+
+
+def rounded(x: Tensor, kind: Rounded, width: int, scale: Tensor | None = None) -> Tensor:
+    """Return x, rounded to 8 bits with a scale for so many columns."""
+    tokens, columns = x.shape
+    filled = torch.nn.functional.pad(x.float(), (0, -columns % width)).view(tokens, -1, width)
+    largest = LARGEST[kind]
+    scales = filled.abs().amax(-1, keepdim=True).clamp(1e-30) / largest if scale is None else scale
+    codes = (filled / scales).clamp(-largest, largest)
+    codes = codes.round() if kind == "int8" else codes.to(ROUNDED[kind])
+    return (codes.double() * scales.double()).flatten(1)[:, :columns]
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("columns", [300, 128])
+def test_rows_are_rounded_to_the_nearest(kind: Rounded, grouped: bool, columns: int) -> None:
+    values = Values(columns)
+    buffer = poisoned(4, columns + 8, dtype=DTYPE)
+    x = buffer[:, :columns].copy_(values.normal(4, columns, dtype=DTYPE))
+    x[1] = 0
+    x[2, 5] = 1000
+    with unchanged(x=buffer), PoisonedAllocations():
+        found = quantize_rows(x, kind, grouped=grouped)
+    expected = rounded(x, kind, 128 if grouped else columns)
+    given = numbers_of(found, columns)
+    if INTERPRETED:
+        assert_close(given.float(), expected)
+    else:  # a division's last bit may round a number to the other side
+        torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=1e-2)
+
+
+def test_a_fixed_scale_clamps() -> None:
+    x = Values(0).normal(3, 200, dtype=DTYPE, scale=2)
+    scale = torch.full((1,), 2.0**-9, device=DEVICE)
+    found = numbers_of(quantize_rows(x, "fp8", grouped=False, input_scale=scale), 200)
+    assert_close(found.float(), rounded(x, "fp8", 200, scale))
+    assert found.abs().max() == 448 / 512
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_rows_that_are_not_finite_stay_apart(kind: Rounded, bad: float) -> None:
+    x = Values(0).normal(3, 200, dtype=DTYPE)
+    alone = quantize_rows(x[:1], kind, grouped=False)
+    x[1, 7] = bad
+    found = quantize_rows(x, kind, grouped=False)
+    assert torch.equal(found.codes[:1].view(torch.uint8), alone.codes.view(torch.uint8))
+    form = CHANNEL if kind == "fp8" else INTEGER
+    out = torch.empty(3, 70, dtype=DTYPE, device=DEVICE)
+    scaled_product(found, DeviceMatrix.of(matrix_of(form, 70, 200, DTYPE)), None, out)
+    assert not out[1].isfinite().any() and out[0].isfinite().all() and out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_the_norm_is_done_on_the_way(done: bool) -> None:
+    values = Values(0)
+    hidden, weight = values.normal(3, 200, dtype=DTYPE, scale=7), values.normal(200, dtype=DTYPE)
+    result = rms_norm(hidden, weight, 1e-5)
+    stream = Stream(hidden, RmsNorm(weight, 1e-5), done=result if done else None)
+    found = numbers_of(quantize_rows(stream, "fp8", grouped=True), 200)
+    torch.testing.assert_close(found, result.double(), rtol=2.0**-4, atol=0.02)
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("form", [BLOCK, CHANNEL, INTEGER, Form("fp8", 256)], ids=str)
+def test_products(form: Form, add: bool) -> None:
+    tokens, outputs, inputs = 140, 150, 300
+    values = Values(1)
+    x = values.normal(tokens, inputs, dtype=DTYPE)
+    given = matrix_of(form, outputs, inputs, DTYPE)
+    kind: Rounded = "int8" if form.kind == "int8" else "fp8"
+    rows = quantize_rows(x, kind, grouped=form.width != WHOLE)
+    bias = guarded(values.normal(outputs, dtype=DTYPE))
+    whole = poisoned(tokens, outputs + 8, dtype=DTYPE)
+    out = whole[:, :outputs]
+    expected = numbers_of(rows, inputs) @ given.decoded(torch.float32).double().T + bias.double()
+    if add:
+        out.copy_(values.normal(tokens, outputs, dtype=DTYPE))
+        expected += out.double()
+    with unchanged(codes=rows.codes.view(torch.uint8), between=whole[:, outputs:]):
+        scaled_product(rows, DeviceMatrix.of(given), bias, out, add=add)
+    assert_margins_untouched(whole)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize("form", [BLOCK, INTEGER], ids=str)
+def test_gated_products(form: Form) -> None:
+    x = Values(1).normal(5, 300, dtype=DTYPE)
+    given = matrix_of(form, 2 * 70, 300, DTYPE)
+    kind: Rounded = "int8" if form.kind == "int8" else "fp8"
+    rows = quantize_rows(x, kind, grouped=form.width != WHOLE)
+    gate, up = (numbers_of(rows, 300) @ given.decoded(torch.float32).double().T).chunk(2, 1)
+    out = poisoned(5, 70, dtype=DTYPE)
+    scaled_product(rows, DeviceMatrix.of(given), None, out, gated=True)
+    assert_margins_untouched(out)
+    assert_close(out, gate / (1 + (-gate).exp()) * up)
+
+
+def test_inputs_are_rounded_only_for_matrices_made_for_it() -> None:
+    half = torch.bfloat16
+    made = replace(matrix_of(BLOCK, 8, 256, half), activations="fp8")
+    assert rounds_inputs(DeviceMatrix.of(made), 90)
+    assert not rounds_inputs(DeviceMatrix.of(made), 80), "no tensor cores for it"
+    assert not rounds_inputs(DeviceMatrix.of(replace(made, activations=None)), 90)
+    small = replace(matrix_of(Form("fp8", 32), 8, 256, half), activations="fp8")
+    assert not rounds_inputs(DeviceMatrix.of(small), 90)
+    integers = replace(matrix_of(INTEGER, 8, 256, half), activations="int8")
+    assert rounds_inputs(DeviceMatrix.of(integers), 80)
+
+
+def test_stacked_matrices_take_inputs_of_the_largest_scale() -> None:
+    parts: list[CodedMatrix] = [
+        replace(
+            matrix_of(CHANNEL, 8, 64, DTYPE),
+            activations="fp8",
+            input_scale=torch.tensor([scale], device=DEVICE),
+        )
+        for scale in (0.5, 2.0, 1.0)
+    ]
+    both = stack(parts)
+    assert both.input_scale is not None and both.input_scale.tolist() == [2.0]
+    with pytest.raises(ValueError, match="several forms"):
+        stack([parts[0], replace(parts[1], activations=None)])
