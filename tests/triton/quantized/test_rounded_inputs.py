@@ -46,7 +46,7 @@ def numbers_of(rows: QuantizedRows, columns: int) -> Tensor:
 
 
 def rounded(x: Tensor, kind: Rounded, width: int, scale: Tensor | None = None) -> Tensor:
-    """Return x, rounded to 8 bits with a scale for so many columns."""
+    """Return x, rounded to 8 bits with a scale for each `width` columns."""
     tokens, columns = x.shape
     filled = torch.nn.functional.pad(x.float(), (0, -columns % width)).view(tokens, -1, width)
     largest = LARGEST[kind]
