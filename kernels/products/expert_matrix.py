@@ -3,6 +3,9 @@
 MXFP4 (OCP Microscaling Formats, 2023) keeps a number in four bits, e2m1: a sign, two bits of
 exponent and one of mantissa. Each 32 numbers along the inputs share a scale, a power of two, which
 is kept as one byte with the bias 127. The first of two numbers has the lower half of their byte.
+
+FP8, INT8 and INT4 have float32 scales of groups (see kernels/quantized/coded_matrix.py). A group
+has a number of rows that divides the expert's, and 16 or more columns, a power of two, or all.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
+from sidestep.kernels.quantized.device_matrix import with_simple_groups, with_zeros
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -23,16 +29,54 @@ class ExpertMatrix(NamedTuple):
     """A matrix [N, K] of an expert; or of all experts, with their dimension before the others."""
 
     values: Tensor
-    """[N, K] in the type of the inputs; of MXFP4, the bytes [N, K / 2]."""
+    """[N, K] in the type of the inputs, or float8_e4m3fn or int8; of MXFP4 and INT4, the bytes
+    [N, K / 2]."""
     bias: Tensor | None = None
     """[N]"""
     scales: Tensor | None = None
-    """The bytes [N, K / 32] of MXFP4."""
+    """The bytes [N, K / 32] of MXFP4, or float32 [N / R, K / G]. Those of INT4 have their zeros in
+    the lowest four bits, as in kernels/quantized/device_matrix.py."""
 
     @property
     def num_rows(self) -> int:
         """The number of outputs."""
         return self.values.shape[-2]
+
+    @classmethod
+    def of(cls, matrix: CodedMatrix, bias: Tensor | None = None) -> ExpertMatrix:
+        """Return an expert's coded matrix. Raises ValueError for codes that no kernel reads."""
+        if matrix.kind not in ("fp8", "int8", "int4") or matrix.minimums is not None:
+            raise ValueError(f"{matrix.described} is not supported for experts")
+        rows, columns = matrix.shape
+        matrix = with_simple_groups(matrix)
+        height, width = matrix.group
+        if width < columns and width & (width - 1):
+            raise ValueError(f"{matrix.described} is not supported for experts")
+        if rows % min(height, rows):
+            matrix = matrix.with_row_scales()
+        zeros = matrix.zeros
+        if matrix.kind == "int4" and zeros is None:
+            zeros = torch.full_like(matrix.scales, MIDDLE, dtype=torch.uint8)
+        return cls(matrix.codes, bias, with_zeros(matrix.scales, zeros))
+
+    @property
+    def bytes(self) -> Tensor:
+        """The values, as bytes if they are FP8, for which not every GPU has a type."""
+        fp8 = self.values.dtype == torch.float8_e4m3fn
+        return self.values.view(torch.uint8) if fp8 else self.values
+
+    @property
+    def form(self) -> tuple[str, int, int] | None:
+        """What kernels must know of scales in float32: kind, rows and columns of a group."""
+        if self.scales is None or self.scales.dtype != torch.float32:
+            return None
+        kinds = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+        kind = kinds[self.values.dtype]
+        columns = self.values.shape[-1] * (2 if kind == "int4" else 1)
+        width, groups = 1 << (columns - 1).bit_length(), self.scales.shape[-1]
+        while -(-columns // width) < groups:
+            width //= 2
+        return kind, self.num_rows // self.scales.shape[-2], width
 
     def room_for(self, count: int) -> ExpertMatrix:
         """Return memory for as many matrices like this one."""
@@ -53,7 +97,26 @@ class ExpertMatrix(NamedTuple):
         """Return the matrix with its numbers in this type."""
         if self.scales is None:
             return self
+        if self.form is not None:
+            return ExpertMatrix(self._scaled().to(dtype), self.bias)
         return ExpertMatrix(decode_mxfp4(self.values, self.scales).to(dtype), self.bias)
+
+    def _scaled(self) -> Tensor:
+        """Return the numbers in float32, of codes with scales in float32."""
+        assert self.form is not None and self.scales is not None
+        kind, height, width = self.form
+        scales, numbers = self.scales, self.values.float()
+        if kind == "int4":
+            bits = scales.view(torch.int32)
+            scales, zeros = (bits & ~15).view(torch.float32), (bits & 15).float()
+            numbers = torch.stack([self.values & 15, self.values >> 4], -1).flatten(-2).float()
+            numbers -= _spread(zeros, height, width)[..., : numbers.shape[-1]]
+        return numbers * _spread(scales, height, width)[..., : numbers.shape[-1]]
+
+
+def _spread(groups: Tensor, height: int, width: int) -> Tensor:
+    """Return the value of each number's group."""
+    return groups.repeat_interleave(width, -1).repeat_interleave(height, -2)
 
 
 def decode_mxfp4(values: Tensor, scales: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch import Tensor
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.routing import Routed
 from sidestep.kernels.products.expert_matrix import ExpertMatrix
+from sidestep.kernels.quantized.expert_weights_triton import expert_weights
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 _FEW_COLUMNS, _FEW_STEP, _FEW_PACKED_STEP = 16, 128, 256
@@ -53,36 +54,6 @@ def _gated(gate, up, dtype, GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.c
 
 
 @triton.jit
-def _numbers(codes, scale):
-    """Return numbers of e2m1, the lower four bits of each code, times a scale."""
-    # Twice their magnitudes, 0 1 2 3 4 6 8 12, lie in the constant, four bits each.
-    twice = ((0xC8643210 >> ((codes & 7) * 4).to(tl.uint32)) & 15).to(tl.float32)
-    return tl.where((codes & 8) != 0, -twice, twice) * (0.5 * scale)
-
-
-@triton.jit
-def _weights(values, scales, rows, at, K: tl.constexpr, STEP: tl.constexpr):
-    """Return STEP numbers from `at` on of these rows [N, 1] of a matrix with K columns, 0 outside.
-
-    scales: of MXFP4 (see kernels/products/expert_matrix.py); None for a matrix in the inputs' type.
-    """
-    if scales is None:
-        steps = (at + tl.arange(0, STEP))[None, :]
-        return tl.load(values + rows * K + steps, mask=steps < K, other=0.0)
-    else:
-        blocks = (at // 32 + tl.arange(0, STEP // 32))[None, :, None]
-        inside = blocks < K // 32
-        pairs = blocks * 16 + tl.arange(0, 16)[None, None, :]
-        codes = tl.load(values + rows[:, :, None] * (K // 2) + pairs, mask=inside, other=0)
-        byte = tl.load(scales + rows[:, :, None] * (K // 32) + blocks, mask=inside, other=0)
-        byte = byte.to(tl.int32)
-        # The byte is the exponent of a float32. 0 stands for 2^-127, which has no exponent.
-        scale = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-        both = tl.interleave(_numbers(codes, scale), _numbers(codes >> 4, scale))
-        return both.reshape([both.shape[0], STEP])
-
-
-@triton.jit
 def _expert_gate_up(
     x,
     weight,
@@ -95,6 +66,7 @@ def _expert_gate_up(
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
+    FORM: tl.constexpr,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -117,8 +89,13 @@ def _expert_gate_up(
         steps = at + tl.arange(0, STEP)
         inside = steps < D
         value = tl.load(x + pair // CHOSEN * D + steps, mask=inside, other=0.0).to(tl.float32)
-        gate += _weights(weight, scales, rows, at, D, STEP).to(tl.float32) * value[None, :]
-        up += _weights(weight, scales, rows + F, at, D, STEP).to(tl.float32) * value[None, :]
+        gate += (
+            expert_weights(weight, scales, rows, at, D, STEP, FORM).to(tl.float32) * value[None, :]
+        )
+        up += (
+            expert_weights(weight, scales, rows + F, at, D, STEP, FORM).to(tl.float32)
+            * value[None, :]
+        )
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if bias is not None:
         own = bias + expert * 2 * F + columns
@@ -144,6 +121,7 @@ def _expert_down(
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
+    FORM: tl.constexpr,
     ADD: tl.constexpr,
     SOME: tl.constexpr,
     PDL: tl.constexpr,
@@ -166,7 +144,7 @@ def _expert_down(
             steps = at + tl.arange(0, STEP)
             inside = steps < F
             value = tl.load(inner + pair * F + steps, mask=inside, other=0.0).to(tl.float32)
-            w = _weights(weight, scales, rows, at, F, STEP)
+            w = expert_weights(weight, scales, rows, at, F, STEP, FORM)
             acc += w.to(tl.float32) * value[None, :]
         result = tl.sum(acc, 1)
         if bias is not None:
@@ -253,6 +231,7 @@ def _grouped_gate_up(
     M: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
+    FORM: tl.constexpr,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -272,9 +251,9 @@ def _grouped_gate_up(
         for at in range(0, D, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(tokens + steps, mask=steps < D, other=0.0)
-            w = _weights(weight, scales, rows, at, D, STEP).to(value.dtype)
+            w = expert_weights(weight, scales, rows, at, D, STEP, FORM).to(value.dtype)
             gate = tl.dot(value, w.T, gate, input_precision="ieee")
-            w = _weights(weight, scales, rows + F, at, D, STEP).to(value.dtype)
+            w = expert_weights(weight, scales, rows + F, at, D, STEP, FORM).to(value.dtype)
             up = tl.dot(value, w.T, up, input_precision="ieee")
         if bias is not None:
             own = bias + expert * 2 * F + columns
@@ -303,6 +282,7 @@ def _grouped_down(
     M: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -318,7 +298,7 @@ def _grouped_down(
         for at in range(0, F, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(values + steps, mask=steps < F, other=0.0)
-            w = _weights(weight, scales, rows, at, F, STEP).to(value.dtype)
+            w = expert_weights(weight, scales, rows, at, F, STEP, FORM).to(value.dtype)
             acc = tl.dot(value, w.T, acc, input_precision="ieee")
         if bias is not None:
             own = bias + expert * D + columns
@@ -424,7 +404,7 @@ def multiply_experts(
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
     x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and of one
-    type where they are not MXFP4. clamped: alpha and limit of clamped_swiglu, if that is the
+    type where they are not coded. clamped: alpha and limit of clamped_swiglu, if that is the
     activation. few: whether each pair is multiplied by itself; None for the usual choice. some:
     whether pairs may have negative ids, which add nothing.
     """
@@ -433,19 +413,29 @@ def multiply_experts(
     if rows == 0:
         return
     gate_up_parts, down_parts = (
-        (matrix.values, matrix.scales, matrix.bias) for matrix in (gate_up, down)
+        (matrix.bytes, matrix.scales, matrix.bias) for matrix in (gate_up, down)
     )
+    gate_up_form, down_form = gate_up.form, down.form
     activation = (gelu, *(clamped or (None, None)))
     pairs, kind = rows * chosen, pdl(x)
     inner = x.new_empty(pairs, inner_width)
     if few_pairs(rows, chosen, experts) if few is None else few:
-        step = _FEW_STEP if down.scales is None else _FEW_PACKED_STEP
+        step = _FEW_PACKED_STEP if down.values.dtype == torch.uint8 else _FEW_STEP
         sizes = width, inner_width, chosen, _FEW_COLUMNS, step
         _expert_gate_up[(pairs, triton.cdiv(inner_width, _FEW_COLUMNS))](
-            x, *gate_up_parts, routed.ids, inner, *sizes, *activation, some, num_warps=4, **kind
+            x,
+            *gate_up_parts,
+            routed.ids,
+            inner,
+            *sizes,
+            gate_up_form,
+            *activation,
+            some,
+            num_warps=4,
+            **kind,
         )
         _expert_down[(rows, triton.cdiv(width, _FEW_COLUMNS))](
-            inner, *down_parts, *routed, out, *sizes, add, some, num_warps=4, **kind
+            inner, *down_parts, *routed, out, *sizes, down_form, add, some, num_warps=4, **kind
         )
         return
     tiles = sort_pairs(routed.ids, experts)
@@ -463,6 +453,7 @@ def multiply_experts(
         _ROWS,
         _COLUMNS,
         step,
+        gate_up_form,
         *activation,
         num_warps=4,
         num_stages=3,
@@ -481,6 +472,7 @@ def multiply_experts(
         _ROWS,
         _COLUMNS,
         step,
+        down_form,
         num_warps=4,
         num_stages=3,
         **kind,

@@ -58,11 +58,8 @@ class DeviceMatrix:
     @classmethod
     def of(cls, matrix: CodedMatrix) -> DeviceMatrix:
         """Return the matrix, repacked. Raises ValueError for groups that no kernel reads."""
-        matrix = _with_finite_codes(_with_simple_groups(matrix))
-        scales = matrix.scales.t().contiguous()
-        if matrix.zeros is not None:
-            zeros = matrix.zeros.t().to(torch.int32)
-            scales = ((scales.view(torch.int32) + 8 & ~15) | zeros).view(torch.float32)
+        matrix = _with_finite_codes(with_simple_groups(matrix))
+        scales = with_zeros(matrix.scales, matrix.zeros).t().contiguous()
         height, width = matrix.group
         return cls(
             kind=matrix.kind,
@@ -88,7 +85,15 @@ class DeviceMatrix:
         return self.words.device
 
 
-def _with_simple_groups(matrix: CodedMatrix) -> CodedMatrix:
+def with_zeros(scales: Tensor, zeros: Tensor | None) -> Tensor:
+    """Return float32 scales with their zeros, if any, in the lowest four bits."""
+    if zeros is None:
+        return scales
+    rounded = scales.contiguous().view(torch.int32) + 8 & ~15
+    return (rounded | zeros.to(torch.int32)).view(torch.float32)
+
+
+def with_simple_groups(matrix: CodedMatrix) -> CodedMatrix:
     """Return the matrix with groups of 16, 32, 64 or a multiple of 128 columns, or a row's own."""
     height, width = matrix.group
     if width >= matrix.shape[1] or width % STEP == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.products import experts_triton, routing_triton
 from sidestep.kernels.products.expert_matrix import ExpertMatrix
+from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, u8
 
 
@@ -40,6 +41,7 @@ def launch_experts(*_: object) -> None:
                 some=True,
             )
     launch_gpt_oss()
+    launch_coded_experts()
 
 
 def launch_gpt_oss() -> None:
@@ -69,3 +71,18 @@ def launch_gpt_oss() -> None:
             experts_triton.multiply_experts(
                 x, routed, gate_up, down, bf16(rows, hidden), add=True, clamped=(1.702, 7.0)
             )
+
+
+def launch_coded_experts() -> None:
+    """Launch the experts of Qwen3-30B-A3B with quantized matrices."""
+    hidden, inner, experts = 2048, 768, 128
+    for form in MAIN_FORMS:
+        gate_up, down = (
+            ExpertMatrix.of(coded(form, *size)).room_for(experts)
+            for size in ((2 * inner, hidden), (hidden, inner))
+        )
+        for rows in (1, TOKENS):
+            x = bf16(rows, hidden)
+            choice = Choice(8, normalised=True)
+            routed = routing_triton.route(x, bf16(experts, hidden), None, choice)
+            experts_triton.multiply_experts(x, routed, gate_up, down, bf16(rows, hidden), add=True)

@@ -11,10 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
-from sidestep.kernels.products import experts_triton
 from sidestep.kernels.products.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
 from sidestep.kernels.products.experts_triton import few_pairs, multiply_experts, sort_pairs
 from sidestep.kernels.products.routing_triton import route
+from sidestep.kernels.quantized.expert_weights_triton import expert_weights
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -141,7 +141,7 @@ def _store_weights(
     rows = tl.arange(0, N)[:, None]
     for at in range(0, K, STEP):
         columns = at + tl.arange(0, STEP)[None, :]
-        tile = experts_triton._weights(values, scales, rows, at, K, STEP)
+        tile = expert_weights(values, scales, rows, at, K, STEP, None)
         tl.store(out + rows * K + columns, tile, mask=columns < K)
 
 

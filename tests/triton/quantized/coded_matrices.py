@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,7 @@ def matrix_of(
     groups = (-(-rows // height), -(-columns // width))
     scales = torch.rand(groups, generator=random) / (size * columns**0.5)
     scales = (scales * 4096).half().float() / 4096
-    scales[:, 1::3] = 2.0**-8 / size
+    scales[:, 1::3] = 2.0 ** -round(math.log2(size * columns**0.5))
     scales[:: groups[0] // 3 + 1, -1] = 0
     zeros, minimums = None, None
     if form.zeros:

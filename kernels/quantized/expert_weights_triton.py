@@ -1,0 +1,84 @@
+"""Numbers of coded experts in Triton, from codes as they are stored: row by row.
+
+The forms are those of kernels/products/expert_matrix.py.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _numbers(codes, scale):
+    """Return numbers of e2m1, the lower four bits of each code, times a scale."""
+    # Twice their magnitudes, 0 1 2 3 4 6 8 12, lie in the constant, four bits each.
+    twice = ((0xC8643210 >> ((codes & 7) * 4).to(tl.uint32)) & 15).to(tl.float32)
+    return tl.where((codes & 8) != 0, -twice, twice) * (0.5 * scale)
+
+
+@triton.jit
+def _e4m3(codes):
+    """Return numbers of e4m3."""
+    # Numbers below the least exponent stay so, and the product with a power of two is exact.
+    bits = ((codes & 128) << 24) | ((codes & 127) << 20)
+    number = bits.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where((codes & 127) == 127, float("nan"), number)
+
+
+@triton.jit
+def _scaled(
+    values,
+    scales,
+    rows,
+    at,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Return numbers of bytes, or of codes of 4 bits, times the scale of their group."""
+    GROUPS: tl.constexpr = (K + WIDTH - 1) // WIDTH
+    HERE: tl.constexpr = STEP // WIDTH if WIDTH < STEP else 1
+    group = (at // WIDTH + tl.arange(0, HERE))[None, :]
+    scale = tl.load(scales + rows // HEIGHT * GROUPS + group, mask=group < GROUPS, other=0.0)
+    if KIND == "int4":
+        pairs = (at // 2 + tl.arange(0, STEP // 2))[None, :]
+        both = tl.load(values + rows * (K // 2) + pairs, mask=pairs < K // 2, other=0).to(tl.int32)
+        bits = scale.to(tl.int32, bitcast=True)
+        codes = tl.interleave(both & 15, both >> 4).reshape(both.shape[0], HERE, STEP // HERE)
+        number = (codes - (bits & 15)[:, :, None]).to(tl.float32)
+        scale = (bits & -16).to(tl.float32, bitcast=True)
+    else:
+        steps = (at + tl.arange(0, STEP))[None, :]
+        codes = tl.load(values + rows * K + steps, mask=steps < K, other=0).to(tl.int32)
+        number = _e4m3(codes) if KIND == "fp8" else codes.to(tl.float32)
+        number = number.reshape(codes.shape[0], HERE, STEP // HERE)
+    return (number * scale[:, :, None]).reshape(number.shape[0], STEP)
+
+
+@triton.jit
+def expert_weights(
+    values, scales, rows, at, K: tl.constexpr, STEP: tl.constexpr, FORM: tl.constexpr
+):
+    """Return STEP numbers from `at` on of these rows [N, 1] of a matrix with K columns, 0 outside.
+
+    scales: None for a matrix in the inputs' type. FORM: the form of others, or None for MXFP4.
+    """
+    if scales is None:
+        steps = (at + tl.arange(0, STEP))[None, :]
+        return tl.load(values + rows * K + steps, mask=steps < K, other=0.0)
+    elif FORM is not None:
+        return _scaled(values, scales, rows, at, K, STEP, FORM[0], FORM[1], FORM[2])
+    else:
+        blocks = (at // 32 + tl.arange(0, STEP // 32))[None, :, None]
+        inside = blocks < K // 32
+        pairs = blocks * 16 + tl.arange(0, 16)[None, None, :]
+        codes = tl.load(values + rows[:, :, None] * (K // 2) + pairs, mask=inside, other=0)
+        byte = tl.load(scales + rows[:, :, None] * (K // 32) + blocks, mask=inside, other=0)
+        byte = byte.to(tl.int32)
+        # The byte is the exponent of a float32. 0 stands for 2^-127, which has no exponent.
+        scale = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+        both = tl.interleave(_numbers(codes, scale), _numbers(codes >> 4, scale))
+        return both.reshape([both.shape[0], STEP])

@@ -1,0 +1,104 @@
+"""The experts' kernels with quantized matrices, against float64 of the decoded ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.products.expert_matrix import ExpertMatrix
+from sidestep.kernels.products.experts_triton import multiply_experts
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
+from tests.triton.support import (
+    DEVICE,
+    DTYPE,
+    PoisonedAllocations,
+    Values,
+    assert_close,
+    guarded,
+    int32,
+    unchanged,
+)
+
+FORMS = [
+    Form("fp8", 128, 128),
+    Form("fp8", WHOLE),
+    Form("int8", WHOLE),
+    Form("int4", 128),
+    Form("int4", 32, zeros=True),
+]
+EXPERTS = 3
+
+
+def experts_of(form: Form, rows: int, columns: int) -> tuple[list[CodedMatrix], ExpertMatrix]:
+    """Return matrices, each by itself and all as the kernels read them."""
+    given = [matrix_of(form, rows, columns, DTYPE, seed) for seed in range(EXPERTS)]
+    parts = [ExpertMatrix.of(matrix) for matrix in given]
+    room = parts[0].room_for(EXPERTS)
+    for index, part in enumerate(parts):
+        room.put(index, part)
+    assert room.scales is not None
+    return given, ExpertMatrix(guarded(room.values), None, guarded(room.scales))
+
+
+def exact(x: Tensor, routed: Routed, gate_up: list[CodedMatrix], down: list[CodedMatrix]) -> Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (ids, weights) in enumerate(zip(*routed, strict=True)):
+        for expert, weight in zip(ids.tolist(), weights.tolist(), strict=True):
+            both = gate_up[expert].decoded(torch.float32).double() @ x[token].double()
+            gate, up = both.chunk(2)
+            inner = gate / (1 + (-gate).exp()) * up
+            out[token] += weight * (down[expert].decoded(torch.float32).double() @ inner)
+    return out
+
+
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_experts(form: Form, few: bool) -> None:
+    rows, width, inner = 2, 272, 136
+    values = Values(rows)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    gate_up, all_gate_up = experts_of(form, 2 * inner, width)
+    down, all_down = experts_of(form, width, inner)
+    ids = int32([values.different(2, EXPERTS) for _ in range(rows)])
+    routed = Routed(ids, values.normal(rows, 2, dtype=torch.float32))
+    out = guarded(torch.zeros(rows, width, dtype=DTYPE, device=DEVICE))
+    with (
+        unchanged(x=x, gate_up=all_gate_up.bytes, down=all_down.bytes),
+        PoisonedAllocations(),
+    ):
+        multiply_experts(x, routed, all_gate_up, all_down, out, add=True, few=few)
+    assert_close(out, exact(x, routed, gate_up, down), ulps=16)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_matrix_is_decoded_as_it_was(form: Form) -> None:
+    given, whole = experts_of(form, 272, 136)
+    found = whole.decoded(torch.float32).values
+    assert torch.equal(found, torch.stack([one.decoded(torch.float32) for one in given]))
+
+
+def test_a_code_that_is_nan_stays_in_its_expert() -> None:
+    gate_up, all_gate_up = experts_of(FORMS[0], 256, 256)
+    down, all_down = experts_of(FORMS[0], 256, 128)
+    all_down.bytes[1, 7, 5] = 0xFF
+    x = Values(0).normal(2, 256, dtype=DTYPE)
+    routed = Routed(int32([[0], [1]]), torch.ones(2, 1, device=DEVICE))
+    expected = exact(x, routed, gate_up, down)
+    for few in (True, False):
+        out = torch.zeros_like(x)
+        multiply_experts(x, routed, all_gate_up, all_down, out, add=False, few=few)
+        assert out.isnan().nonzero().tolist() == [[1, 7]]
+        assert_close(out[0], expected[0], ulps=16)
+
+
+def test_forms_that_no_kernel_reads_are_refused() -> None:
+    matrix = matrix_of(Form("int4", 32, minimums=True), 8, 64, DTYPE)
+    with pytest.raises(ValueError, match="with minimums is not supported for experts"):
+        ExpertMatrix.of(matrix)
+    with pytest.raises(ValueError, match="nf4 .* is not supported for experts"):
+        ExpertMatrix.of(replace(matrix, kind="nf4", minimums=None))
