@@ -34,7 +34,7 @@ class ExpertMatrix(NamedTuple):
     bias: Tensor | None = None
     """[N]"""
     scales: Tensor | None = None
-    """The bytes [N, K / 32] of MXFP4, or float32 [N / R, K / G]. Those of INT4 have their zeros in
+    """The bytes [N, K / 32] of MXFP4, or float32 [N / R, K / G]. INT4's scales have the zeros in
     the lowest four bits, as in kernels/quantized/device_matrix.py."""
 
     @property
@@ -67,7 +67,7 @@ class ExpertMatrix(NamedTuple):
 
     @property
     def form(self) -> tuple[str, int, int] | None:
-        """What kernels must know of scales in float32: kind, rows and columns of a group."""
+        """The kind of codes with float32 scales, and the rows and columns of a group; else None."""
         if self.scales is None or self.scales.dtype != torch.float32:
             return None
         kinds = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
