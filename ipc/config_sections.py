@@ -235,6 +235,11 @@ class StepLimits:
         return 2 * self.max_num_seqs + 1
 
     @property
+    def state_width(self) -> int:
+        """Rows of memory of a state: one for each token that a step may accept."""
+        return 1 + self.num_drafts
+
+    @property
     def max_tokens_ahead(self) -> int:
         """Most tokens from the first that a request may still compute to the end of its next row.
 

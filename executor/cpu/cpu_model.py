@@ -58,6 +58,7 @@ class CpuModel:
         """States of recurrent layers; 0 in a model without such layers."""
         self._attention: AttentionBackend | None = self._new_attention()
         self._recurrent: StateMemory | None = self._new_states()
+        self._places = StatePlaces(limits.num_slots, limits.state_width)
 
     @property
     def decoder(self) -> DecoderForCausalLM:
@@ -87,7 +88,9 @@ class CpuModel:
                 rows=None,
             )
         )
-        recurrent = self.recurrent.of_step(batch) if self.num_states else None
+        recurrent = (
+            self.recurrent.with_columns(self._places.columns(batch)) if self.num_states else None
+        )
         return self.decoder.states(inputs, self.attention, rows, recurrent)
 
     def memory_use(self, call: MemoryUse) -> CallResult:
@@ -136,8 +139,8 @@ class CpuModel:
         if not self.num_states:
             return None
         specs = recurrent_of(self._args.stage_layers)
-        places = StatePlaces(self._limits.num_slots, self._limits.num_drafts)
-        return StateMemory(specs, self.num_states, self._parallel, self.dtype, CPU, places)
+        width = self._limits.state_width
+        return StateMemory(specs, self.num_states, self._parallel, self.dtype, CPU, width)
 
     def _new_attention(self) -> AttentionBackend:
         """Return the attention backend with an empty cache."""

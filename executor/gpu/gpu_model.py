@@ -123,7 +123,7 @@ class GpuModel:
                 free=free,
                 total=total,
                 working=working,
-                states=self.num_states * state_bytes(args, itemsize),
+                states=self.num_states * state_bytes(args, setup.limits, itemsize),
             )
         )
 

@@ -104,6 +104,7 @@ class StepKernels:
                 parallel,
                 setup.dtype,
                 setup.device,
+                setup.limits.state_width,
             )
             if setup.has_states
             else None

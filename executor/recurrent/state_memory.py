@@ -14,8 +14,7 @@ from torch import Tensor
 
 from sidestep.executor.layers.gated_delta import DeltaState, RecurrentStep, new_delta_state
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.recurrent.state_places import StatePlaces
-from sidestep.executor.runner.input_batch import HostBatch
+from sidestep.executor.recurrent.state_columns import StateColumns
 from sidestep.executor.runner.transfer import to_device
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 from sidestep.ipc.transport.step import Int32
@@ -33,15 +32,14 @@ class StateMemory:
         parallel: Parallel,
         dtype: torch.dtype,
         device: torch.device,
-        places: StatePlaces | None = None,
+        width: int,
     ) -> None:
         """Allocate the memory. Layers that are alike share tensors, which few launches copy.
 
-        places: where states lie, if the host lays out the rows of steps (see `of_step`).
+        count: states. width: rows of memory of each (see StateColumns).
         """
-        self._places = places
-        self._width = 1 if places is None else places.width
-        count *= self._width
+        self._width = width
+        count *= width
         alike = {
             spec: [
                 tensor.unflatten(0, (layers, count))
@@ -66,7 +64,8 @@ class StateMemory:
     def copy(self, sources: Int32, targets: Int32) -> None:
         """Copy states in all layers, behind everything that is queued already.
 
-        No state is a source and a target.
+        The state after the last row's settled tokens is copied: sources have no drafts. No state
+        is a source and a target.
         """
         # Padded to whole 16 bytes, as the kernel was compiled for; a negative source is skipped.
         columns = np.full((2, -(-len(sources) // 4) * 4), -1, np.int32)
@@ -79,15 +78,19 @@ class StateMemory:
         """Return the states, and the rows of a step that use them."""
         return RecurrentStep(self._states, rows)
 
-    def of_step(self, batch: HostBatch) -> RecurrentStep:
+    def with_columns(self, columns: StateColumns) -> RecurrentStep:
         """Return the same, with the rows as the host has laid them out."""
-        assert self._places is not None, "another part lays out the rows"
-        columns = self._places.columns(batch)
         assert (columns.state_out >= 0).all(), "a request without a state of its own"
-        long = batch.num_tokens[batch.num_tokens > FEW_TOKENS]
+        counts = np.diff(columns.query_starts)
+        long = counts[counts > FEW_TOKENS]
         tensors = {name: self._column(values) for name, values in columns._asdict().items()}
         return self.with_rows(
-            StateRows(**tensors, max_long_tokens=int(long.sum()), max_long_rows=len(long))
+            StateRows(
+                **tensors,
+                max_long_tokens=int(long.sum()),
+                max_long_rows=len(long),
+                max_drafts=int((counts - columns.settled).max(initial=0)),
+            )
         )
 
     def _column(self, values: np.ndarray) -> Tensor:

@@ -29,33 +29,46 @@ class StateWords:
     """The places of the columns among the words of the largest step."""
 
     def __init__(self, limits: StepLimits) -> None:
+        self._width = limits.state_width
         rows = limits.max_num_seqs
         self.row_ladder = [n for n in _ROWS if n < rows] + [rows]
         """Numbers of rows that steps with prompts are padded to here."""
         # Each save has a state of its own, and there are no more states.
         self._saves = max(FEW_SAVES, limits.most_states)
-        sizes = (rows + 1, rows, rows, rows + 1, self._saves, self._saves)
+        sizes = (rows + 1, rows, rows, rows, rows + 1, self._saves, self._saves)
         starts = np.cumsum([0, *(-(-size // 4) * 4 for size in sizes)]).tolist()
         self._places = [slice(at, at + n) for at, n in zip(starts, sizes, strict=False)]
         self.count: int = starts[-1]
         """Words of all columns; a multiple of 4, so that the message is aligned to 16 bytes."""
 
-    def pack(self, words: Int32, batch: HostBatch) -> None:
-        """Write the columns of a step. Rows that pad it have no tokens and no saves."""
-        columns: tuple[npt.NDArray[Any], ...] = StateColumns.of(batch)
-        padding = (batch.total_tokens, -1, -1, len(batch.saves.targets), 0, -1)
+    def pack(self, words: Int32, batch: HostBatch, queries: int = 1) -> None:
+        """Write the columns of a step. Rows that pad it have no tokens and no saves.
+
+        queries: tokens of each row in a step with drafts, which the batch has without its drafts.
+        """
+        own = StateColumns.of(batch, self._width)
+        starts = own.query_starts * queries
+        columns: tuple[npt.NDArray[Any], ...] = own._replace(query_starts=starts)
+        padding = (starts[-1], -1, -1, 0, len(batch.saves.targets), 0, -1)
         for place, column, rest in zip(self._places, columns, padding, strict=True):
-            own = words[place]
-            own[: len(column)] = column
-            own[len(column) :] = rest
+            written = words[place]
+            written[: len(column)] = column
+            written[len(column) :] = rest
 
     def rows(
-        self, words: Tensor, count: int, tokens: int, prompts: int, *, has_many_saves: bool = False
+        self,
+        words: Tensor,
+        count: int,
+        tokens: int,
+        prompts: int,
+        *,
+        queries: int = 1,
+        has_many_saves: bool = False,
     ) -> StateRows:
         """Return the rows of a step, whose columns are among the words.
 
         count, tokens: rows and tokens, with padding. prompts: most rows of several tokens.
-        has_many_saves: whether there may be more than FEW_SAVES saves.
+        queries: see `pack`. has_many_saves: whether there may be more than FEW_SAVES saves.
         """
         num_saves = self._saves
         if prompts and not has_many_saves:
@@ -63,15 +76,19 @@ class StateWords:
             count = next(n for n in self.row_ladder if n >= count)
         elif prompts:
             count = self.row_ladder[-1]
-        starts, begins, ends, save_starts, offsets, targets = (words[at] for at in self._places)
+        starts, begins, ends, settled, save_starts, offsets, targets = (
+            words[at] for at in self._places
+        )
         long_rows = min(prompts, tokens // (FEW_TOKENS + 1))
         return StateRows(
             query_starts=starts[: count + 1],
             state_in=begins[:count],
             state_out=ends[:count],
+            settled=settled[:count],
             save_starts=save_starts[: count + 1],
             save_offsets=offsets[:num_saves],
             save_rows=targets[:num_saves],
             max_long_tokens=tokens if long_rows else 0,
             max_long_rows=long_rows,
+            max_drafts=queries - 1,
         )

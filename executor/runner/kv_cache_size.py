@@ -66,10 +66,11 @@ def gpu_states(
     return _states(args, limits, itemsize, budget, advice)
 
 
-def state_bytes(args: WorkerArgs, itemsize: int) -> int:
+def state_bytes(args: WorkerArgs, limits: StepLimits, itemsize: int) -> int:
     """Return the size of a rank's state of a sequence; 0 without recurrent layers."""
     ranks = args.parallel.tensor_parallel_size
-    return sum(spec.state_bytes(itemsize, ranks) for spec in recurrent_of(args.stage_layers))
+    one = sum(spec.state_bytes(itemsize, ranks) for spec in recurrent_of(args.stage_layers))
+    return one * limits.state_width
 
 
 def _states(args: WorkerArgs, limits: StepLimits, itemsize: int, budget: int, advice: str) -> int:
@@ -78,8 +79,7 @@ def _states(args: WorkerArgs, limits: StepLimits, itemsize: int, budget: int, ad
     budget: bytes that they may take if no size of the cache was asked for. Raises EngineStartError
     for fewer than two, since a request may begin from a checkpoint.
     """
-    # With drafts, a state has memory for each token that a step may accept.
-    size = max(1, state_bytes(args, itemsize)) * (1 + limits.num_drafts)
+    size = max(1, state_bytes(args, limits, itemsize))
     if args.cache.kv_cache_memory_bytes is not None:
         budget, advice = args.cache.kv_cache_memory_bytes, "raise it"
     count = min(limits.most_states, budget // size)

@@ -41,6 +41,7 @@ def _causal_conv(
     query_starts,
     state_in,
     state_out,
+    settled,
     save_starts,
     save_offsets,
     save_rows,
@@ -53,6 +54,7 @@ def _causal_conv(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
+    ENDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -77,21 +79,27 @@ def _causal_conv(
     tl.store(out + (first + places) * C + channels, silu, mask=there & (channels < C))
     if tile > 0 or K == 1:
         return
-    kept = tl.arange(0, triton.next_power_of_2(K))[:, None]
+    KEPT: tl.constexpr = triton.next_power_of_2(K)
+    kept = tl.arange(0, KEPT)[:, None]
     written = (kept < K - 1) & (channels < C)
     cells = channels * (K - 1) + kept
     for save in range(tl.load(save_starts + row), tl.load(save_starts + row + 1)):
         place = tl.load(save_offsets + save) - (K - 1) + kept
         value = _inputs(x, x_stride, first, place, channels, old, known, kept < K - 1, C, K)
-        target = state + tl.load(save_rows + save).to(tl.int64) * state_stride
-        tl.store(target + cells, value.to(dtype), mask=written)
+        saved = state + tl.load(save_rows + save).to(tl.int64) * state_stride
+        tl.store(saved + cells, value.to(dtype), mask=written)
     end = tl.load(state_out + row).to(tl.int64)
     if end >= 0:
-        place = count - (K - 1) + kept
-        value = _inputs(x, x_stride, first, place, channels, old, known, kept < K - 1, C, K)
+        # The states after the settled tokens and after each draft, one below the other.
+        every = tl.arange(0, ENDS * KEPT)[:, None]
+        sure, drafts, within = tl.load(settled + row), every // KEPT, every % KEPT
+        counts = (within < K - 1) & (sure + drafts <= count)
+        last = sure + drafts - (K - 1) + within
+        values = _inputs(x, x_stride, first, last, channels, old, known, counts, C, K)
         # All threads have read the old state before one writes over it.
         tl.debug_barrier()
-        tl.store(state + end * state_stride + cells, value.to(dtype), mask=written)
+        target = state + (end + drafts) * state_stride + channels * (K - 1) + within
+        tl.store(target, values.to(dtype), mask=counts & (channels < C))
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
@@ -108,6 +116,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         rows.query_starts,
         rows.state_in,
         rows.state_out,
+        rows.settled,
         rows.save_starts,
         rows.save_offsets,
         rows.save_rows,
@@ -120,6 +129,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         tile,
         width,
         triton.next_power_of_2(num_rows),
+        triton.next_power_of_2(1 + rows.max_drafts),
         num_warps=4,
         **pdl(x),
     )

@@ -1,8 +1,8 @@
 """The gated delta rule for rows of few tokens in Triton, one token after the other.
 
 A program has some columns of one head's state. It reads them once, computes all tokens of its row,
-and writes them once, and after each token that asks for a save. The reference is
-kernels/ops/gated_delta.py.
+and writes them after the last token that is no draft, after each draft, and after each token that
+asks for a save. The reference is kernels/ops/gated_delta.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _few_tokens(
     query_starts,
     state_in,
     state_out,
+    settled,
     save_starts,
     save_offsets,
     save_rows,
@@ -67,6 +68,8 @@ def _few_tokens(
     key_head = head // (HV // HK)
     save, last_save = tl.load(save_starts + row), tl.load(save_starts + row + 1)
     next_save = offset_of(save_offsets, save, last_save)
+    end, sure = tl.load(state_out + row).to(tl.int64), tl.load(settled + row)
+    first_end = tl.where(end >= 0, sure, MOST + 1)
     for i in range(count):
         source = qkv + (first + i) * qkv_stride
         q = tl.load(source + key_head * DK + keys, mask=keys < DK, other=0.0).to(tl.float32)
@@ -85,9 +88,9 @@ def _few_tokens(
             tl.store(state + target + cells, memory, mask=inside)
             save += 1
             next_save = offset_of(save_offsets, save, last_save)
-    end = tl.load(state_out + row).to(tl.int64)
-    if end >= 0:
-        tl.store(state + end * (HV * DK * DV) + cells, memory, mask=inside)
+        if i + 1 >= first_end:
+            target = (end + (i + 1 - sure)) * (HV * DK * DV)
+            tl.store(state + target + cells, memory, mask=inside)
 
 
 def compute_few_tokens(
@@ -116,6 +119,7 @@ def compute_few_tokens(
         rows.query_starts,
         rows.state_in,
         rows.state_out,
+        rows.settled,
         rows.save_starts,
         rows.save_offsets,
         rows.save_rows,

@@ -24,8 +24,12 @@ class StateRows:
     Row r has the tokens from query_starts[r] up to, but without, query_starts[r + 1]; a row that
     pads a step has none. Nothing is computed for tokens behind the last row.
 
-    A state row that is written here may be read by the same row of the step (state_in equal to
-    state_out), and by no other one. Several rows may begin from the same state row.
+    The last tokens of a row may be drafts, which a later step may find to be wrong. The tokens
+    before them are settled. The state after the last settled token is written to state_out, and
+    the state after each draft to the state row behind that of the token before.
+
+    A state row that is written here may be read by the same row of the step (state_in among the
+    rows from state_out on), and by no other one. Several rows may begin from the same state row.
     """
 
     query_starts: Tensor
@@ -33,17 +37,22 @@ class StateRows:
     state_in: Tensor
     """[R] State row that the row begins from; -1 for a new sequence, whose state is zero."""
     state_out: Tensor
-    """[R] State row for the state after the row's last token; -1 for none."""
+    """[R] State row for the state after the row's last settled token; -1 for none."""
+    settled: Tensor
+    """[R] Tokens of the row that are no drafts: at least one, and all of more than FEW_TOKENS."""
     save_starts: Tensor
     """[R + 1] Index in S of each row's first save. A save is one more state that is written."""
     save_offsets: Tensor
-    """[S] Tokens of the row, at least one, after which the state is saved; ascending in a row."""
+    """[S] Tokens of the row, at least one, after which the state is saved; ascending in a row, and
+    no more than are settled."""
     save_rows: Tensor
     """[S] State row that each save is written to."""
     max_long_tokens: int
     """Most tokens, together, of rows with more than FEW_TOKENS; 0 if there are none."""
     max_long_rows: int
     """Most rows with more than FEW_TOKENS; 0 if there are none."""
+    max_drafts: int = 0
+    """Most drafts of a row, less than FEW_TOKENS."""
 
     @property
     def max_chunks(self) -> int:
@@ -68,16 +77,19 @@ class StateRow:
 
 
 def rows_on_host(rows: StateRows) -> list[StateRow]:
-    """Return the rows that have tokens. The state after the last token is a save too."""
+    """Return the rows that have tokens.
+
+    The states after the last settled token and after each draft are saves too.
+    """
     starts, first_saves = rows.query_starts.tolist(), rows.save_starts.tolist()
     saves = list(zip(rows.save_offsets.tolist(), rows.save_rows.tolist(), strict=True))
     found = []
-    for row, (begin, end) in enumerate(
-        zip(rows.state_in.tolist(), rows.state_out.tolist(), strict=True)
-    ):
+    columns = rows.state_in.tolist(), rows.state_out.tolist(), rows.settled.tolist()
+    for row, (begin, end, settled) in enumerate(zip(*columns, strict=True)):
         own = saves[first_saves[row] : first_saves[row + 1]]
         tokens = slice(starts[row], starts[row + 1])
-        if tokens.stop > tokens.start:
-            last = [(tokens.stop - tokens.start, end)] if end >= 0 else []
-            found.append(StateRow(tokens, begin, (*own, *last)))
+        count = tokens.stop - tokens.start
+        if count:
+            ends = [(n, end + n - settled) for n in range(settled, count + 1) if end >= 0]
+            found.append(StateRow(tokens, begin, (*own, *ends)))
     return found

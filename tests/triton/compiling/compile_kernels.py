@@ -315,16 +315,18 @@ def launch_recurrent(model: Model, page: int, window: int) -> None:
     width = (2 * keys + values) * dim
     projected, weights = bf16(TOKENS, width + values * (dim + 2)), f32(values)
     conv_state, state = bf16(SLOTS, width, 3), f32(SLOTS, values, dim, dim)
-    for long_rows in (0, 4):
+    for long_rows, drafts in ((0, 0), (0, QUERIES - 1), (4, 0)):
         rows = StateRows(
             query_starts=i32(ROWS + 1),
             state_in=i32(ROWS),
             state_out=i32(ROWS),
+            settled=i32(ROWS),
             save_starts=i32(ROWS + 1),
             save_offsets=i32(2 * ROWS),
             save_rows=i32(2 * ROWS),
             max_long_tokens=TOKENS if long_rows else 0,
             max_long_rows=long_rows,
+            max_drafts=drafts,
         )
         qkv = causal_conv_triton.causal_conv(projected[:, :width], bf16(width, 4), conv_state, rows)
         gates = projected[:, -2 * values :]

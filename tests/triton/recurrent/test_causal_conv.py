@@ -36,18 +36,19 @@ def check(
     kernel: int = 4,
     dtype: torch.dtype = DTYPE,
     padding: int = 0,
+    drafts: dict[int, int] | None = None,
 ) -> None:
     values = Values(sum(counts) + channels)
     tokens = sum(counts) + padding
     x = poisoned(tokens, channels + 8, dtype=dtype)[:, :channels]
     x.copy_(values.normal(tokens, channels, dtype=dtype))
     weight = guarded(values.normal(channels, kernel, dtype=dtype))
-    state = guarded(values.normal(8, channels, kernel - 1, dtype=dtype))
+    state = guarded(values.normal(16, channels, kernel - 1, dtype=dtype))
     after = state.cpu().clone()
     expected = reference.causal_conv(
-        x.cpu(), weight.cpu(), after, make_rows(counts, begin, end, saves)
+        x.cpu(), weight.cpu(), after, make_rows(counts, begin, end, saves, drafts=drafts)
     )
-    rows = make_rows(counts, begin, end, saves, DEVICE, room=padding)
+    rows = make_rows(counts, begin, end, saves, DEVICE, room=padding, drafts=drafts)
     with unchanged(x=x, weight=weight), PoisonedAllocations():
         out = causal_conv(x, weight, state, rows)
     tolerance = 4 * torch.finfo(dtype).eps
@@ -79,6 +80,15 @@ def test_rows_around_the_borders_of_tiles(count: int) -> None:
 def test_saves_and_shared_states() -> None:
     saves = {0: [(1, 1), (2, 2)], 1: [(1, 3), (30, 4)]}
     check([3, 40, 1], [0, 0, 0], [5, 6, -1], saves)
+
+
+@pytest.mark.parametrize("begin", range(4))
+@pytest.mark.parametrize("kernel", [2, 3, 4, 5])
+def test_states_after_each_draft(kernel: int, begin: int) -> None:
+    """A row begins from one of the state rows that it writes, whichever drafts were accepted."""
+    saves = {2: [(1, 13)]}
+    check([4, 1, 3], [begin, 4, 8], [0, 4, 8], saves, kernel=kernel, drafts={0: 3, 2: 1})
+    check([8, 20], [7, -1], [0, 9], kernel=kernel, drafts={0: 7})
 
 
 def test_padding_is_left_alone() -> None:

@@ -80,10 +80,11 @@ def check(
     saves: Saves | None = None,
     dtype: torch.dtype = DTYPE,
     padding: int = 0,
+    drafts: dict[int, int] | None = None,
 ) -> None:
     layer = Layer(sum(counts) + padding, heads, dtype)
-    expected, states = layer.expected(make_rows(counts, begin, end, saves))
-    out = layer.run(make_rows(counts, begin, end, saves, DEVICE, room=padding))
+    expected, states = layer.expected(make_rows(counts, begin, end, saves, drafts=drafts))
+    out = layer.run(make_rows(counts, begin, end, saves, DEVICE, padding, drafts))
     tolerance = 1e-5 if dtype == torch.float32 else 10 * torch.finfo(dtype).eps
     tokens = slice(0, sum(counts))
     torch.testing.assert_close(
@@ -125,7 +126,16 @@ def test_padding_is_left_alone() -> None:
     check(Heads(), [1, 20, 0, 0], [0, 1, -1, -1], [0, 1, -1, -1], padding=3)
 
 
-def test_states_after_each_draft() -> None:
+@pytest.mark.parametrize("begin", range(4))
+def test_states_after_each_draft(begin: int) -> None:
+    """A row begins from one of the state rows that it writes, whichever drafts were accepted."""
+    saves = {2: [(1, 10), (4, 11)]}
+    check(Heads(), [4, 1, 5], [begin, 4, 6], [0, 4, 5], saves, drafts={0: 3, 2: 1})
+    check(Heads(), [8, 20], [7 - begin, -1], [0, 9], drafts={0: 7})
+    check(Heads(), [3, 2], [0, 1], [-1, 4], drafts={0: 2, 1: 1})
+
+
+def test_saves_after_any_token() -> None:
     saves = {0: [(1, 4), (2, 5), (3, 6)], 2: [(1, 7), (4, 8)]}
     check(Heads(), [4, 1, 5], [0, 1, 2], [0, 1, 2], saves)
 

@@ -205,6 +205,29 @@ def test_the_convolution_saves_states_within_a_row() -> None:
         assert torch.equal(state[row], before[offset : offset + 3].T)
 
 
+@pytest.mark.parametrize("begin", range(3))
+def test_states_after_drafts_are_those_of_shorter_rows(begin: int) -> None:
+    layer = Layer(6, states=7)
+    x, weight, conv = torch.randn(6, 5), torch.randn(5, 4), torch.randn(7, 5, 3)
+    start, before = layer.state.clone(), conv.clone()
+    layer.run([4, 2], [begin, -1], [0, 3], drafts={0: 2, 1: 1})
+    causal_conv(x, weight, conv, make_rows([4, 2], [begin, -1], [0, 3], drafts={0: 2, 1: 1}))
+    after = layer.state
+    for tokens, begun, at in (
+        (slice(0, 2), begin, 0),
+        (slice(0, 3), begin, 1),
+        (slice(0, 4), begin, 2),
+        (slice(4, 5), -1, 3),
+        (slice(4, 6), -1, 4),
+    ):
+        layer.state, own = start.clone(), before.clone()
+        count = tokens.stop - tokens.start
+        layer.run([count], [begun], [6], first=tokens.start)
+        causal_conv(x[tokens], weight, own, make_rows([count], [begun], [6]))
+        assert torch.equal(after[at], layer.state[6])
+        assert torch.equal(conv[at], own[6])
+
+
 def test_the_gated_norm_equals_that_of_transformers() -> None:
     torch.manual_seed(0)
     x, gate = torch.randn(7, 3 * 16), torch.randn(7, 100)[:, 10:58]

@@ -74,7 +74,7 @@ def test_states_take_half_of_what_is_left_at_most(tmp_path: Path) -> None:
         scheduler=SchedulerConfig(),
         max_model_len=1 << 20,
     )
-    size, working = state_bytes(args, 2), 1000
+    size, working = state_bytes(args, LIMITS, 2), 1000
     assert size > 0
     # Two blocks take as many bytes as a state.
     kept = LayerKv(num_kv_heads=1, head_dim=1)
