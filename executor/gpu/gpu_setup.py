@@ -12,12 +12,13 @@ from sidestep.executor.gpu.step_packer import message_size
 from sidestep.executor.gpu.token_sampler import TokenSampler, check_method
 from sidestep.executor.models.model_loading import pick_attention, pick_dtype
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.recurrent.device_places import DevicePlaces
 from sidestep.executor.recurrent.state_words import StateWords
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.cache_sizes import GPU_BLOCK_SIZE
 from sidestep.ipc.model.layer_spec import recurrent_of
-from sidestep.kernels.triton.prepare_step_triton import StepLayout
+from sidestep.kernels.triton.prepare_step_triton import NUM_COMPUTED, StepLayout
 
 
 class GpuSetup:
@@ -43,11 +44,6 @@ class GpuSetup:
         self.rotation = self.limits.max_steps_in_flight + 2
         """Number of buffers for messages and outputs."""
         self.backend = pick_attention(args, device)
-        if self.limits.num_drafts and self.has_states:
-            raise EngineStartError(
-                "speculative_config: is not supported on a GPU with the recurrent layers of "
-                f"{args.spec.architecture}; leave it out"
-            )
         if self.limits.num_drafts and not self.backend.graph_safe:
             raise EngineStartError(
                 "attention_backend: with speculative_config a GPU needs 'triton', since only the "
@@ -84,6 +80,12 @@ class StepMemory:
         """KV blocks of the longest request."""
         self.states = StateWords(limits) if setup.has_states else None
         """The places of what recurrent layers need of a step, in a model that has some."""
+        self.places = (
+            DevicePlaces(limits, self.tables.progress[:, NUM_COMPUTED])
+            if setup.has_states and limits.num_drafts
+            else None
+        )
+        """Where their states lie; None where the host knows."""
         before = self.states.count if self.states is not None else 0
         self.words = torch.zeros(
             before + message_size(self.layout, self.max_blocks), dtype=torch.int32, device=device

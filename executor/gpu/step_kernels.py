@@ -133,7 +133,7 @@ class StepKernels:
         """
         memory, model, attention = self._memory, self.model, self.attention
         rows, prepared = self._prepare(sizes, layout, host, empty)
-        inputs, recurrent = self._inputs(sizes, prepared), self._recurrent(sizes)
+        inputs, recurrent = self._inputs(sizes, prepared), self._recurrent(sizes, layout)
         if not self._stage.is_last:
             hidden = model.decoder.states(inputs, attention, None, recurrent).hidden
             if hidden.data_ptr() != memory.hidden.data_ptr():  # added to in place
@@ -167,7 +167,7 @@ class StepKernels:
         _, prepared = self._prepare(sizes, layout, host, torch.empty)
         chosen = prepared.last_tokens if of_rows and not sizes.decode_only else None
         return self.model.decoder.states(
-            self._inputs(sizes, prepared), self.attention, chosen, self._recurrent(sizes)
+            self._inputs(sizes, prepared), self.attention, chosen, self._recurrent(sizes, layout)
         )
 
     def _inputs(self, sizes: StepSizes, prepared: StepInputs) -> Tensor:
@@ -176,18 +176,27 @@ class StepKernels:
             return prepared.token_ids
         return self._memory.hidden[: sizes.tokens]
 
-    def _recurrent(self, sizes: StepSizes) -> RecurrentStep | None:
-        """Return what recurrent layers need of the step; None in a model without such layers."""
-        words = self._memory.states
+    def _recurrent(self, sizes: StepSizes, layout: StepLayout) -> RecurrentStep | None:
+        """Return what recurrent layers need of the step; None in a model without such layers.
+
+        The first kernel of the step has been launched.
+        """
+        memory, words = self._memory, self._memory.states
         if self.recurrent is None or words is None:
             return None
         rows = words.rows(
-            self._memory.words,
+            memory.words,
             sizes.rows,
             sizes.tokens,
             sizes.max_prompt_rows,
+            queries=sizes.queries,
             has_many_saves=sizes.has_many_saves,
         )
+        if memory.places is not None:
+            slots, starts = (
+                memory.message[at : at + sizes.rows] for at in map(layout.at, ("slots", "starts"))
+            )
+            rows = memory.places.place(rows, memory.message[:HEADER], slots, starts)
         return self.recurrent.with_rows(rows)
 
     def _prepare(

@@ -113,7 +113,7 @@ class StepPacker:
         end += self._put_entering(words, layout, batch, step, end)
         before = self._before[position]
         if self._states is not None:
-            self._states.pack(before, batch)
+            self._states.pack(before, batch, queries)
         return len(before) + end
 
     def _put_entering(

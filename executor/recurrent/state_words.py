@@ -29,6 +29,7 @@ class StateWords:
     """The places of the columns among the words of the largest step."""
 
     def __init__(self, limits: StepLimits) -> None:
+        assert limits.num_drafts < FEW_TOKENS, "rows of more tokens have no drafts"
         self._width = limits.state_width
         rows = limits.max_num_seqs
         self.row_ladder = [n for n in _ROWS if n < rows] + [rows]

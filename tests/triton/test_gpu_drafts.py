@@ -6,31 +6,26 @@ Its kernels run in Triton's interpreter, and all other code is its own (see gpu_
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch import Tensor
 
-from sidestep.executor.gpu.device_tables import StepRows
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.messages import AddRequest, unpack_ids
-from sidestep.ipc.transport.slot_columns import device_word
 from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepMasks, StepOutput
-from sidestep.kernels.triton.prepare_step_triton import DRAFTS, NUM_COMPUTED, NUM_DRAFTS
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import speculative, standing_in, worker_args
-from tests.triton.support import INTERPRETED, int32, run_interpreted
+from tests.triton.guessing import guessing, texts
+from tests.triton.support import INTERPRETED, run_interpreted
 from tests.unit.executor.sampling.test_grammar_masks import words_of
 from tests.unit.executor.steps import Request, make_step
 from tests.unit.executor.test_model_runner import VOCAB, make_runner
@@ -61,37 +56,6 @@ def drafting(request: pytest.FixtureRequest, model: str, one_thread: None) -> tu
 
 FOUR = pytest.mark.parametrize("drafting", [4], indirect=True)
 """Runs a test with four drafts alone: the interpreter takes its time."""
-
-
-@contextmanager
-def guessing(runner: GpuRunner, texts: Iterable[Sequence[int]], rate: float) -> Iterator[None]:
-    """Let drafts be those of an oracle that knows the texts, and is right at this rate.
-
-    A random model's outputs hardly repeat, so looked-up drafts would seldom be right.
-    """
-    chance, known, drafts = random.Random(5), [list(text) for text in texts], runner._memory.sampler
-    assert drafts is not None
-    advance: Any = drafts.advance
-
-    def advance_and_guess(rows: StepRows, valid: Tensor, marks: Tensor) -> None:
-        advance(rows, valid, marks)
-        tables = runner._memory.tables
-        for row in range(int(rows.by_row[0])):
-            slot = int(rows.slots[row])
-            length = int(tables.progress[slot, NUM_COMPUTED]) + 1
-            begun = tables.tokens[slot, :length].tolist()
-            follows = [text[length:] for text in known if text[:length] == begun]
-            limit, end = tables.parameters[slot, [device_word("max_drafts"), tables.max_total]]
-            room = min(int(limit), int(end) - length)
-            if not int(marks[row]) or not follows or room <= 0:
-                continue
-            guesses = [t if chance.random() < rate else 3 for t in follows[0][:room]]
-            tables.progress[slot, NUM_DRAFTS] = len(guesses)
-            tables.progress[slot, DRAFTS : DRAFTS + len(guesses)] = int32(guesses)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "advance", advance_and_guess)
-        yield
 
 
 def requests() -> list[AddRequest]:
@@ -130,12 +94,6 @@ def serve(
 def told(engine: Engine) -> dict[int, Any]:
     beams = [unpack_ids(b.token_ids).tolist() for b in engine.finished[7].beams]
     return {**engine.tokens, -1: beams, -2: dict(engine.logprobs)}
-
-
-def texts(added: Sequence[AddRequest], tokens: Mapping[int, list[int]]) -> list[list[int]]:
-    """Return prompts with the outputs behind them."""
-    prompts = {r.handle + i: r.prompt_token_ids for r in added for i in range(r.sampling.n)}
-    return [[*unpack_ids(prompts[handle]).tolist(), *found] for handle, found in tokens.items()]
 
 
 def serve_guessed(

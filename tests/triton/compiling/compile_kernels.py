@@ -46,7 +46,12 @@ from sidestep.kernels.products import (
     skinny_linear_triton,
     streamed_config,
 )
-from sidestep.kernels.recurrent import causal_conv_triton, gated_delta_triton, gated_norm_triton
+from sidestep.kernels.recurrent import (
+    begin_states_triton,
+    causal_conv_triton,
+    gated_delta_triton,
+    gated_norm_triton,
+)
 from sidestep.kernels.recurrent.state_rows import StateRows
 from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
@@ -331,6 +336,17 @@ def launch_recurrent(model: Model, page: int, window: int) -> None:
         qkv = causal_conv_triton.causal_conv(projected[:, :width], bf16(width, 4), conv_state, rows)
         gates = projected[:, -2 * values :]
         out = gated_delta_triton.gated_delta(qkv, gates, weights, weights, state, rows, 1e-6)
+    begin_states_triton.begin_states(
+        i32(ROWS),
+        rows.state_in,
+        header=i32(16),
+        slots=i32(ROWS),
+        starts=i32(ROWS),
+        settled=rows.settled,
+        num_computed=i32(SLOTS, 7)[:, 0],
+        settled_at=i32(SLOTS),
+        width=QUERIES,
+    )
     gate = projected[:, width : width + values * dim]
     gated_norm_triton.gated_rms_norm(out, bf16(dim), gate, 1e-6)
 

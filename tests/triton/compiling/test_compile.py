@@ -62,6 +62,7 @@ QUANTIZED = {"_coded", "_scaled_product", "_quantize_rows", "_rms_norm"}
 
 
 RECURRENT = {
+    "_begin_states",
     "_causal_conv",
     "_few_tokens",
     "_chunk_systems",

@@ -82,10 +82,14 @@ def test_tensors_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
 def test_recurrent_layers_need_the_same_kernels(tmp_path: Path) -> None:
     layers = ["linear_attention", "full_attention", "linear_attention"]
     model = write_model("qwen3.5", tmp_path / "model", num_hidden_layers=3, layer_types=layers)
-    for without, with_memory in kernels_of(model, tmp_path / "cache", ALONE, IN_STAGES):
+    sizes = ALONE, IN_A_GROUP, IN_STAGES
+    for (_, _, drafts), (without, with_memory) in zip(
+        sizes, kernels_of(model, tmp_path / "cache", *sizes), strict=True
+    ):
         assert without == with_memory
         kernels = {key.split()[0] for key in without}
         assert {"_causal_conv", "_few_tokens", "_chunk_systems", "_chunk_saves"} <= kernels
+        assert ("_begin_states" in kernels) == bool(drafts)
 
 
 def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def drafting_steps(stages: int, drafts: int, decodes: int) -> list[StepInput]:
         prompt = [7 + number, 8, 7 + number, 8]
         requests = [
             Request(prompt, 30, temperature=0.8 * number, top_k=4, seed=number),
-            Request(prompt, 30, controls=Controls(allowed_token_ids=[5, 6])),
+            Request(prompt, 30, controls=Controls(allowed_token_ids=[21, 41, 47])),
         ]
         slots = [2 * number, 2 * number + 1]
         own = [
