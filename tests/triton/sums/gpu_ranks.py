@@ -33,6 +33,9 @@ from tests.triton.support import skip_overflow_checks
 from tests.unit.executor.steps import Request, make_step, schedule
 from tests.unit.executor.test_model_runner import make_runner
 
+ALLOWED = [5, 6], [21, 41, 47]
+"""Tokens that a request with drafts may have, by group. Outputs of the first repeat at once. Those
+of the second change, so that they show on which tokens they depend."""
 _BLOCKS = 5
 """Number of KV blocks of each group."""
 
@@ -67,14 +70,14 @@ def drafting_steps(stages: int, drafts: int, decodes: int) -> list[StepInput]:
     """Return the steps of groups that may verify drafts, with this many steps that decode.
 
     A group has two requests, which have all their blocks. Few tokens are allowed for the second, so
-    most of its drafts are right.
+    many of its drafts are right.
     """
     steps: list[StepInput] = []
     for number in range(stages):
         prompt = [7 + number, 8, 7 + number, 8]
         requests = [
             Request(prompt, 30, temperature=0.8 * number, top_k=4, seed=number),
-            Request(prompt, 30, controls=Controls(allowed_token_ids=[21, 41, 47])),
+            Request(prompt, 30, controls=Controls(allowed_token_ids=ALLOWED[number % 2])),
         ]
         slots = [2 * number, 2 * number + 1]
         own = [
