@@ -34,8 +34,8 @@ from tests.unit.executor.steps import Request, make_step, schedule
 from tests.unit.executor.test_model_runner import make_runner
 
 ALLOWED = [5, 6], [21, 41, 47]
-"""Tokens that a request with drafts may have, by group. Outputs of the first repeat at once. Those
-of the second change, so that they show on which tokens they depend."""
+"""Tokens that a request with drafts may have, by group. Outputs of the first repeat at once. The
+second group's outputs change, and so depend on the tokens before them."""
 _BLOCKS = 5
 """Number of KV blocks of each group."""
 
@@ -69,8 +69,8 @@ def group(number: int, stages: int) -> list[StepInput]:
 def drafting_steps(stages: int, drafts: int, decodes: int) -> list[StepInput]:
     """Return the steps of groups that may verify drafts, with this many steps that decode.
 
-    A group has two requests, which have all their blocks. Few tokens are allowed for the second, so
-    many of its drafts are right.
+    A group has two requests, which have all their blocks. Few tokens are allowed for the second.
+    Many of its drafts are right.
     """
     steps: list[StepInput] = []
     for number in range(stages):

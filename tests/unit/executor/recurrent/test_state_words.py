@@ -61,6 +61,25 @@ def test_steps_without_prompts_launch_nothing_for_chunks() -> None:
     assert rows_on_host(rows) == [], "a message of zeros has no rows"
 
 
+def test_rows_with_drafts_write_a_state_behind_each_token() -> None:
+    limits, queries = replace(LIMITS, num_drafts=4), 3
+    tables, words = HostTables(20, 64, 16, has_states=True), StateWords(limits)
+    buffer = np.full(words.count, 12345, np.int32)
+    held = {3: Request([1], 4), 5: Request([2] * 30, 4)}
+    tables.apply(make_step([(3, 1, [0]), (5, 12, [1])], held))
+    tables.num_computed[[3, 5]] = 1, 12
+    step = make_step([(3, 1, []), (5, 1, [])])
+    step.num_drafts = queries - 1
+    step.saved_slots, step.saved_counts, step.saved_states = np.array([[5], [1], [9]], np.int32)
+    words.pack(buffer, make_batch(tables, step, 16), queries)
+    rows = words.rows(torch.from_numpy(buffer), 4, 4 * queries, 0, queries=queries)
+    assert (rows.max_drafts, rows.max_long_rows) == (2, 0)
+    first, second = rows_on_host(rows)
+    assert (first.state_in, first.saves) == (15, ((1, 15), (2, 16), (3, 17)))
+    assert (second.state_in, second.tokens) == (25, slice(3, 6))
+    assert second.saves == ((1, 45), (1, 25), (2, 26), (3, 27))
+
+
 def test_states_take_half_of_what_is_left_at_most(tmp_path: Path) -> None:
     config = KINDS["qwen3_5"][1]()
     config.architectures = [KINDS["qwen3_5"][0].__name__]
