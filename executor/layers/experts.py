@@ -15,15 +15,18 @@ from torch import Tensor
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts, experts_of_rank
 from sidestep.executor.layers.linear import Linear, SumOverRanks, column_parallel
+from sidestep.executor.layers.matrix_products import stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.executor.weights.weight_loader import Weights
+from sidestep.executor.weights.weight_loader import Matrix, Weights
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ClampedSwiglu, ExpertsSpec, ExpertStorage
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
 from sidestep.kernels.ops.silu_mul import row_sigmoid
 from sidestep.kernels.products.expert_matrix import ExpertMatrix
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 
 class Router:
@@ -84,18 +87,18 @@ class ExpertProducts(Protocol):
 def matrix_names(spec: ExpertsSpec, name: str, expert: int) -> tuple[str, str, str]:
     """Return the names of an expert's matrices: gate, up and down. name: the layer's."""
     gate, up, down = (
-        f"{name}.experts.{expert}.{one}.weight"
+        f"{name}.experts.{expert}.{one}"
         for one in (spec.names.gate, spec.names.up, spec.names.down)
     )
     return gate, up, down
 
 
 def experts_elsewhere(spec: ExpertsSpec, name: str, parallel: Parallel) -> Iterator[str]:
-    """Yield the names of the matrices that only other ranks have. name: the layer's."""
+    """Yield how the names of weights begin that only other ranks need. name: the layer's."""
     own = experts_of_rank(spec, parallel)
     for expert in range(spec.num_experts):
         if expert not in own:
-            yield from matrix_names(spec, name, expert)
+            yield f"{name}.experts.{expert}."
 
 
 class ExpertWeights(Protocol):
@@ -134,14 +137,29 @@ class SeparateExperts:
         """Return the gate's matrix over the other's, [2 F, D]."""
         gate, up, _ = matrix_names(self.spec, self._name, expert)
         shape = self.spec.width, self._hidden_size
-        parts = [self._weights.get(one, shape, rows=self._part) for one in (gate, up)]
-        return ExpertMatrix(torch.cat(parts))
+        parts = {one: self._weights.matrix(one, shape, rows=self._part) for one in (gate, up)}
+        return _plain(gate, stacked(parts))
 
     def down(self, expert: int) -> ExpertMatrix:
         """Return the matrix [D, F]."""
         _, _, down = matrix_names(self.spec, self._name, expert)
         shape = self._hidden_size, self.spec.width
-        return ExpertMatrix(self._weights.get(down, shape, columns=self._part))
+        return _plain(down, self._weights.matrix(down, shape, columns=self._part))
+
+
+def _plain(name: str, matrix: Matrix) -> ExpertMatrix:
+    """Return the numbers of a matrix, which a CPU multiplies with.
+
+    Raises EngineStartError for a quantized one on a GPU.
+    """
+    if isinstance(matrix, CodedMatrix):
+        if on_gpu(matrix.codes):
+            raise EngineStartError(
+                f"model: {name} is quantized ({matrix.described}), which is not supported for "
+                "experts on a GPU; supported are plain experts there, and quantized ones on a CPU"
+            )
+        return ExpertMatrix(matrix.decoded())
+    return ExpertMatrix(matrix)
 
 
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {

@@ -43,7 +43,9 @@ def unpack_experts(
             ),
             strict=True,
         ):
-            weights.view(one, Matrix(weights.part(f"{packed}.{stack}", shape), expert, rows))
+            weights.view(
+                f"{one}.weight", Matrix(weights.part(f"{packed}.{stack}", shape), expert, rows)
+            )
     if own != f"{name}.{_LAYER}":
         weights.alias(f"{own}.gate.weight", f"{name}.{_LAYER}.gate.weight")
 

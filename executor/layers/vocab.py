@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.executor.weights.weight_loader import Weights
+from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+
+
+class _Shard(NamedTuple):
+    """A rank's part of the vocabulary."""
+
+    rows: range
+    padding: int
+    """Rows of zeros behind these, where the vocabulary does not divide evenly."""
+
+
+def _shard(vocab_size: int, parallel: Parallel) -> _Shard:
+    part = -(-vocab_size // parallel.size)
+    first = min(parallel.rank * part, vocab_size)
+    rows = range(first, min(first + part, vocab_size))
+    return _Shard(rows, part - len(rows))
 
 
 def vocab_shard(
     weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
 ) -> Tensor:
-    """Return this rank's rows of a [V, D] matrix.
-
-    The last rank's rows are filled up with zeros where V does not divide evenly.
-    """
-    part = -(-vocab_size // parallel.size)
-    first = min(parallel.rank * part, vocab_size)
-    rows = range(first, min(first + part, vocab_size))
+    """Return this rank's rows of an embedding [V, D], which is not quantized."""
+    rows, padding = _shard(vocab_size, parallel)
     own = weights.get(f"{name}.weight", (vocab_size, hidden_size), rows=rows)
-    return torch.nn.functional.pad(own, (0, 0, 0, part - len(rows))) if len(rows) < part else own
+    return torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
+
+
+def head_shard(
+    weights: Weights, name: str, vocab_size: int, hidden_size: int, parallel: Parallel
+) -> Matrix:
+    """Return this rank's rows of the output head [V, D], which may be quantized."""
+    rows, padding = _shard(vocab_size, parallel)
+    own = weights.matrix(name, (vocab_size, hidden_size), rows=rows)
+    if isinstance(own, CodedMatrix):
+        return own.padded(padding)
+    return torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
 
 
 class VocabParallelEmbedding:
@@ -65,7 +89,7 @@ class VocabParallelHead:
 
     def __init__(
         self,
-        shard: Tensor,
+        shard: Matrix,
         vocab_size: int,
         parallel: Parallel,
         scale: float = 1.0,

@@ -19,9 +19,14 @@ from sidestep.executor.layers.experts import Experts
 from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm
-from sidestep.executor.layers.vocab import VocabParallelEmbedding, VocabParallelHead, vocab_shard
+from sidestep.executor.layers.vocab import (
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    head_shard,
+    vocab_shard,
+)
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.weights.weight_loader import Weights
+from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.cache_groups import cache_groups, layer_places
 from sidestep.ipc.model.layer_spec import (
     AttentionSpec,
@@ -216,10 +221,11 @@ class DecoderForCausalLM:
         """Build the layers. stage: the stage of a pipeline; None for all layers."""
         stage = stage or stage_of((spec.num_layers,), 0)
 
-        def shard(name: str) -> Tensor:
+        def embedding() -> Tensor:
+            name = "model.embed_tokens"
             return vocab_shard(weights, name, spec.vocab_size, spec.hidden_size, parallel)
 
-        embedded = shard("model.embed_tokens") if stage.is_first else None
+        embedded = embedding() if stage.is_first else None
         self._embedding = (
             VocabParallelEmbedding(embedded, parallel, spec.embedding_scale)
             if embedded is not None
@@ -253,12 +259,12 @@ class DecoderForCausalLM:
         if stage.is_last and spec.pooling is not None:
             self._score = score_weight(spec, weights)
         elif stage.is_last:
-            tied = spec.tie_word_embeddings
-            output = (
-                embedded
-                if tied and embedded is not None
-                else shard("model.embed_tokens" if tied else "lm_head")
-            )
+            output: Matrix
+            if spec.tie_word_embeddings:
+                output = embedding() if embedded is None else embedded
+            else:
+                size = spec.vocab_size, spec.hidden_size
+                output = head_shard(weights, "lm_head", *size, parallel)
             self._head = VocabParallelHead(
                 output, spec.vocab_size, parallel, spec.logits_scale, spec.logits_softcap
             )

@@ -153,7 +153,7 @@ def find_experts(
             name = f"{BODY}layers.{index}"
             unpack_experts(weights, name, layer.mlp, spec.hidden_size)
             own = f"{name}.{layer.mlp.names.layer}"
-            weights.leave(experts_elsewhere(layer.mlp, own, parallel))
+            weights.ignore(*experts_elsewhere(layer.mlp, own, parallel))
 
 
 def text_name(name: str) -> str | None:

@@ -8,16 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sidestep.executor.quantization.packed_files import check_words
 from sidestep.executor.quantization.quantized_files import QuantizedFiles, part_of_columns
+from sidestep.executor.quantization.stored_parts import FLOATS, check_words, read_as
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Matrix, Wanted
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.quantized.coded_matrix import TABLES, CodedMatrix
 
 _LARGEST_CODE = 127.0
-_FORMAT = "row"
-"""The order of whole numbers that is read."""
+_ROW_FORMAT = 0
+"""The number of the order of int8 that is read: by rows."""
+_BYTES = (torch.uint8,)
 
 
 class BitsAndBytesFiles(QuantizedFiles):
@@ -33,9 +34,17 @@ class BitsAndBytesFiles(QuantizedFiles):
 
     def _read_int8(self, files: CheckpointWeights, wanted: Wanted) -> CodedMatrix:
         name, rows = wanted.name, wanted.shape[0]
-        codes = files.stored(f"{name}.weight", wanted.shape, wanted.rows, wanted.columns)
-        scales = files.stored(f"{name}.SCB", (rows,), wanted.rows).float() / _LARGEST_CODE
-        files.leave([f"{name}.weight_format"])
+        codes = read_as(
+            files, (torch.int8,), f"{name}.weight", wanted.shape, wanted.rows, wanted.columns
+        )
+        scb = read_as(files, FLOATS, f"{name}.SCB", (rows,), wanted.rows)
+        scales = scb.float() / _LARGEST_CODE
+        if (key := f"{name}.weight_format") in files:
+            form = int(files.stored(key, files.stored_shape(key)))
+            if form != _ROW_FORMAT:
+                raise EngineStartError(
+                    f"model: {key} is {form}; supported is {_ROW_FORMAT}, the order by rows"
+                )
         return CodedMatrix(
             kind="int8",
             codes=codes.contiguous(),
@@ -51,11 +60,12 @@ class BitsAndBytesFiles(QuantizedFiles):
         size = int(state["blocksize"])
         absmax = _absmax(files, name, state)
         check_words(wanted, columns, range(0), 2)
-        bytes_ = files.stored(f"{name}.weight", (rows * columns // 2, 1))
-        codes = bytes_.view(rows, columns // 2)[wanted.rows.start : wanted.rows.stop]
+        width = columns // 2
+        part = range(wanted.rows.start * width, wanted.rows.stop * width)
+        codes = read_as(files, _BYTES, f"{name}.weight", (rows * width, 1), part).view(-1, width)
         # The first of two numbers has the upper half.
         codes = (codes >> 4) | (codes << 4)
-        table = files.stored(f"{name}.weight.quant_map", (16,)).float()
+        table = read_as(files, FLOATS, f"{name}.weight.quant_map", (16,)).float()
         known = torch.tensor(TABLES["nf4"])
         if columns % size == 0 and torch.allclose(table, known, rtol=0, atol=1e-6):
             scales = absmax.view(rows, columns // size)[wanted.rows.start : wanted.rows.stop]
@@ -86,12 +96,12 @@ def _state(files: CheckpointWeights, name: str) -> dict[str, Any]:
 def _absmax(files: CheckpointWeights, name: str, state: dict[str, Any]) -> Tensor:
     """Return the scale of each block, in float32."""
     key = f"{name}.weight.absmax"
-    absmax = files.stored(key, files.stored_shape(key))
+    absmax = read_as(files, (*_BYTES, *FLOATS), key, files.stored_shape(key))
     if absmax.dtype != torch.uint8:
         return absmax.float()
     nested_key, map_key = (f"{name}.weight.nested_{one}" for one in ("absmax", "quant_map"))
-    nested = files.stored(nested_key, files.stored_shape(nested_key)).float()
-    values = files.stored(map_key, files.stored_shape(map_key)).float()[absmax.int()]
+    nested = read_as(files, FLOATS, nested_key, files.stored_shape(nested_key)).float()
+    values = read_as(files, FLOATS, map_key, files.stored_shape(map_key)).float()[absmax.int()]
     size = int(state["nested_blocksize"])
     wide = nested.repeat_interleave(size)[: len(values)]
     return values * wide + float(state["nested_offset"])

@@ -1,7 +1,7 @@
-"""Files with several whole numbers in a word: GPTQ, AWQ, and compressed-tensors' packed form.
+"""Files with several whole numbers in a word: GPTQ and AWQ.
 
-A word is an int32, whose lowest bits are its first number. The three pack along other dimensions,
-and AWQ in another order.
+A word is an int32, whose lowest bits are its first number. The two pack along other dimensions, and
+AWQ in another order.
 """
 
 from __future__ import annotations
@@ -9,8 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.quantization.quantized_files import QuantizedFiles, whole_groups
-from sidestep.executor.quantization.wide_files import WideFiles, ignore_input_scales
+from sidestep.executor.quantization.quantized_files import QuantizedFiles
+from sidestep.executor.quantization.stored_parts import (
+    FLOATS,
+    check_words,
+    read_as,
+    whole_groups,
+)
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Matrix, Wanted
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
@@ -20,8 +25,10 @@ WORD = 32
 """Bits of a word."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """By the column within a word: its place in the word."""
-_BYTE_MIDDLE = 128
+BYTE_MIDDLE = 128
 """The code of 0 among codes of 8 bits without a sign."""
+WORDS = (torch.int32,)
+"""Types of words in files."""
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -53,14 +60,14 @@ def coded(
     """Return the matrix of codes without a sign, uint8 [N, K].
 
     scales [N, K / G]. zeros: int32 like the scales, the codes of 0; None for the middle ones.
-    width: G.
+    width: G, of which a rank may have a part.
     """
-    scales = scales.float()
+    scales, width = scales.float(), min(width, codes.shape[1])
     minimums = None
     if scheme.kind == "int8":
-        codes = (codes.to(torch.int16) - _BYTE_MIDDLE).to(torch.int8)
-        if zeros is not None and bool((zeros != _BYTE_MIDDLE).any()):
-            minimums = scales * (zeros - _BYTE_MIDDLE)
+        codes = (codes.to(torch.int16) - BYTE_MIDDLE).to(torch.int8)
+        if zeros is not None and bool((zeros != BYTE_MIDDLE).any()):
+            minimums = scales * (zeros - BYTE_MIDDLE)
         zeros = None
     else:
         codes = pack_halves(codes)
@@ -77,12 +84,46 @@ def coded(
     ).to(files.device)
 
 
+def in_groups(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    group_of: Tensor,
+    scheme: WeightScheme,
+    files: CheckpointWeights,
+) -> Tensor:
+    """Return the numbers of a matrix whose groups are not of neighbours, in the run's type.
+
+    group_of: int64 [K], the group of each input. Others: see `coded`.
+    """
+    if zeros is None:
+        zeros = torch.full(scales.shape, BYTE_MIDDLE if scheme.bits == 8 else MIDDLE)
+    numbers = codes.float() - zeros.float()[:, group_of]
+    values = numbers * scales.float()[:, group_of]
+    return values.to(device=files.device, dtype=files.dtype)
+
+
+def groups_of(files: CheckpointWeights, end: str, wanted: Wanted, width: int) -> Tensor | None:
+    """Return the group of each wanted input, int64; None where they are those of neighbours."""
+    name, columns = f"{wanted.name}.{end}", wanted.shape[1]
+    if name not in files:
+        return None
+    groups = read_as(files, (torch.int32, torch.int64), name, (columns,)).long()
+    # Tools that have not ordered the inputs may write -1.
+    if torch.equal(groups, torch.arange(columns) // width) or bool((groups == -1).all()):
+        return None
+    count = -(-columns // width)
+    if int(groups.min()) < 0 or int(groups.max()) >= count:
+        raise EngineStartError(f"model: {name} has groups that are not among the {count} of scales")
+    return groups[wanted.columns.start : wanted.columns.stop]
+
+
 class GptqFiles(QuantizedFiles):
     """GPTQ, whose files have one less than each zero in their first version."""
 
     ends = ("qweight",)
     zero_shift = 1
-    """The number that is added to the stored zeros."""
+    """Added to the stored zeros."""
 
     def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> Matrix:
         """Return the matrix; one in the run's type where the groups are not of neighbours."""
@@ -90,15 +131,20 @@ class GptqFiles(QuantizedFiles):
         per_word, width = WORD // bits, scheme.columns or columns
         num_groups = -(-columns // width)
         check_words(wanted, columns, wanted.columns, per_word)
-        words = files.stored(
+        check_words(wanted, rows, range(0), per_word)
+        words = read_as(
+            files,
+            WORDS,
             f"{name}.qweight",
             (columns // per_word, rows),
             rows=words_of(wanted.columns, per_word),
             columns=wanted.rows,
         )
         codes = unpack(words.t(), bits)
-        scales = files.stored(f"{name}.scales", (num_groups, rows), columns=wanted.rows)
-        packed = files.stored(
+        scales = read_as(files, FLOATS, f"{name}.scales", (num_groups, rows), columns=wanted.rows)
+        packed = read_as(
+            files,
+            WORDS,
             f"{name}.qzeros",
             (num_groups, rows // per_word),
             columns=words_of(wanted.rows, per_word),
@@ -106,32 +152,12 @@ class GptqFiles(QuantizedFiles):
         stored = cut(unpack(packed, bits), wanted.rows, per_word).to(torch.int32)
         # Where a zero of 0 was stored as the largest number, the sum begins again at 0.
         zeros = (stored + self.zero_shift) % (1 << bits)
-        group_of = self._groups_of(files, wanted, width)
+        group_of = groups_of(files, "g_idx", wanted, width)
         if group_of is not None:
-            numbers = codes.float() - zeros.t().float()[:, group_of]
-            values = numbers * scales.t().float()[:, group_of]
-            return values.to(device=files.device, dtype=files.dtype)
+            return in_groups(codes, scales.t(), zeros.t(), group_of, scheme, files)
         own = whole_groups(wanted, width)
         part = slice(own.start, own.stop)
-        # One group of all inputs is cut by ranks: each has its scale.
-        return coded(
-            codes,
-            scales[part].t(),
-            zeros[part].t(),
-            scheme,
-            min(width, len(wanted.columns)),
-            files,
-        )
-
-    def _groups_of(self, files: CheckpointWeights, wanted: Wanted, width: int) -> Tensor | None:
-        """Return the group of each input, where they are not those of neighbours."""
-        name, columns = f"{wanted.name}.g_idx", wanted.shape[1]
-        if name not in files:
-            return None
-        groups = files.stored(name, (columns,)).long()
-        if torch.equal(groups, torch.arange(columns) // width):
-            return None
-        return groups[wanted.columns.start : wanted.columns.stop]
+        return coded(codes, scales[part].t(), zeros[part].t(), scheme, width, files)
 
 
 class GptqV2Files(GptqFiles):
@@ -154,99 +180,18 @@ class AwqFiles(QuantizedFiles):
         words = words_of(wanted.rows, per_word)
 
         def numbers(end: str, height: int, part: range) -> Tensor:
-            stored = files.stored(f"{name}.{end}", (height, rows // per_word), part, words)
+            size = height, rows // per_word
+            stored = read_as(files, WORDS, f"{name}.{end}", size, part, words)
             in_words = unpack(stored, bits).unflatten(-1, (-1, per_word))
             ordered = in_words[..., list(_AWQ_ORDER)].flatten(-2)
             return cut(ordered, wanted.rows, per_word)
 
-        scales = files.stored(f"{name}.scales", (groups, rows), own, wanted.rows)
+        scales = read_as(files, FLOATS, f"{name}.scales", (groups, rows), own, wanted.rows)
         return coded(
             numbers("qweight", columns, wanted.columns).t(),
             scales.t(),
             numbers("qzeros", groups, own).t().to(torch.int32),
             scheme,
-            min(width, len(wanted.columns)),
+            width,
             files,
-        )
-
-
-class CompressedTensorsFiles(QuantizedFiles):
-    """compressed-tensors: packed along the inputs, or a byte a number."""
-
-    ends = ("weight_packed", "weight_scale")
-
-    def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> Matrix:
-        """Return the matrix."""
-        if f"{wanted.name}.weight_packed" not in files:
-            return WideFiles().read(files, wanted, scheme)
-        if scheme.kind == "fp4":
-            return _read_fp4(files, wanted, scheme)
-        (rows, columns), bits, name = wanted.shape, scheme.bits, wanted.name
-        per_word, width = WORD // bits, scheme.columns or columns
-        check_words(wanted, columns, wanted.columns, per_word)
-        words = files.stored(
-            f"{name}.weight_packed",
-            (rows, -(-columns // per_word)),
-            wanted.rows,
-            words_of(wanted.columns, per_word),
-        )
-        codes = unpack(words, bits)[:, : len(wanted.columns)]
-        own = whole_groups(wanted, width)
-        size = rows, -(-columns // width)
-        scales = files.stored(f"{name}.weight_scale", size, wanted.rows, own)
-        files.leave([f"{name}.weight_shape"])
-        ignore_input_scales(files, name)
-        zeros = None
-        if f"{name}.weight_zero_point" in files:
-            packed = files.stored(
-                f"{name}.weight_zero_point",
-                (-(-rows // per_word), size[1]),
-                words_of(wanted.rows, per_word),
-                own,
-            )
-            zeros = cut(unpack(packed.t(), bits), wanted.rows, per_word).t().to(torch.int32)
-        if f"{name}.weight_g_idx" in files:
-            raise EngineStartError(
-                f"model: {name}.weight_g_idx is not supported; supported are groups of "
-                "neighbouring inputs"
-            )
-        return coded(codes, scales, zeros, scheme, min(width, len(wanted.columns)), files)
-
-
-def _read_fp4(files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> CodedMatrix:
-    """Return a matrix of e2m1: of MXFP4, or of NVFP4, whose scales have a scale of their own."""
-    (rows, columns), name = wanted.shape, wanted.name
-    width = scheme.columns
-    check_words(wanted, columns, wanted.columns, 2)
-    codes = files.stored(
-        f"{name}.weight_packed", (rows, columns // 2), wanted.rows, words_of(wanted.columns, 2)
-    )
-    own = whole_groups(wanted, width)
-    scales = files.stored(f"{name}.weight_scale", (rows, columns // width), wanted.rows, own)
-    if scales.dtype == torch.uint8:
-        values = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
-    else:
-        whole = files.stored(f"{name}.weight_global_scale", (1,)).float()
-        values = scales.float() / whole
-    files.leave([f"{name}.input_global_scale"])
-    return CodedMatrix(
-        kind="fp4",
-        codes=codes.contiguous(),
-        scales=values.contiguous(),
-        group=(1, width),
-        dtype=files.dtype,
-    ).to(files.device)
-
-
-def check_words(wanted: Wanted, size: int, part: range, per_word: int) -> None:
-    """Raise EngineStartError unless a dimension and a rank's part of it are whole words."""
-    if size % per_word:
-        raise EngineStartError(
-            f"model: {wanted.name} has {size} numbers along the dimension that is packed, which "
-            f"must be a multiple of {per_word}"
-        )
-    if part.start % per_word or part.stop % per_word:
-        raise EngineStartError(
-            f"tensor_parallel_size: a rank's part {part.start} to {part.stop} of {wanted.name} is "
-            f"not a multiple of {per_word}; use fewer ranks"
         )

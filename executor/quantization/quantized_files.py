@@ -6,10 +6,10 @@ import abc
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from sidestep.executor.quantization.encode import encode
+from sidestep.executor.quantization.stored_parts import whole_groups
 from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     Matrices,
@@ -22,23 +22,12 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec, WeightScheme
 
 
-def whole_groups(wanted: Wanted, width: int) -> range:
-    """Return the groups of the columns. Raises EngineStartError if one is cut in two."""
-    first, last = wanted.columns.start, wanted.columns.stop
-    if first % width or (last % width and last != wanted.shape[1]):
-        raise EngineStartError(
-            f"tensor_parallel_size: a rank's inputs {first} to {last} of {wanted.name} cut a "
-            f"group of {width} that share a scale; use fewer ranks"
-        )
-    return range(first // width, -(-last // width))
-
-
 class QuantizedFiles(abc.ABC):
     """Reads the matrices of one method's files."""
 
     ends: ClassVar[tuple[str, ...]]
-    """Ends of the names of tensors that only a quantized matrix has. The first one that a matrix
-    has says that it is quantized."""
+    """Ends of the names of tensors that only a quantized matrix has. A matrix that has one of them
+    is quantized."""
 
     @abc.abstractmethod
     def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> Matrix:
@@ -56,13 +45,16 @@ class CheckpointMatrices:
     def __call__(self, weights: Weights, wanted: Wanted) -> Matrix | None:
         """Return the matrix; None if it is not quantized."""
         assert isinstance(weights, CheckpointWeights)
-        name = next((end for end in self._files.ends if f"{wanted.name}.{end}" in weights), None)
-        if name is None:
+        end = next((end for end in self._files.ends if f"{wanted.name}.{end}" in weights), None)
+        if end is None:
             return None
-        stored = weights.stored_name(f"{wanted.name}.{name}").removesuffix(f".{name}")
+        stored = weights.stored_name(f"{wanted.name}.{end}").removesuffix(f".{end}")
         scheme = self._spec.scheme(wanted.name, stored)
         if scheme is None:
-            return None
+            raise EngineStartError(
+                f"model: the checkpoint has {stored}.{end}, but its config says that {stored} is "
+                "not quantized"
+            )
         return self._files.read(weights, wanted, scheme)
 
 
@@ -99,35 +91,13 @@ def part_of_columns(matrix: Matrix, wanted: Wanted) -> Matrix:
         return matrix
     if isinstance(matrix, Tensor):
         return matrix[:, wanted.columns.start : wanted.columns.stop].contiguous()
-    if matrix.group[1] >= wanted.shape[1]:  # one scale a row, which each rank has
-        width = len(wanted.columns)
-        first, last = wanted.columns.start // matrix.packed, wanted.columns.stop // matrix.packed
-        part = matrix.columns(slice(first, last), slice(0, 1))
-        return replace(part, group=(matrix.group[0], width))
     height, width = matrix.group
-    groups = whole_groups(wanted, width)
-    packed = matrix.packed
+    groups, packed = whole_groups(wanted, width), matrix.packed
+    if wanted.columns.start % packed or wanted.columns.stop % packed:
+        raise EngineStartError(
+            f"tensor_parallel_size: a rank's inputs {wanted.columns.start} to "
+            f"{wanted.columns.stop} of {wanted.name} cut a byte of {packed} codes; use fewer ranks"
+        )
     first, last = wanted.columns.start // packed, wanted.columns.stop // packed
-    return matrix.columns(slice(first, last), slice(groups.start, groups.stop))
-
-
-def group_scales(
-    files: CheckpointWeights, name: str, wanted: Wanted, group: tuple[int, int]
-) -> tuple[Tensor, tuple[int, int]]:
-    """Return the scales of the wanted part in float32, and their group.
-
-    group: R and G. A part that begins within a group of rows gets scales of each row's own.
-    """
-    height, width = group
-    rows, columns = wanted.shape
-    shape = -(-rows // height), -(-columns // width)
-    own = whole_groups(wanted, width)
-    first, last = wanted.rows.start, wanted.rows.stop
-    scales = files.stored(
-        name, shape, rows=range(first // height, -(-last // height)), columns=own
-    ).to(device=files.device, dtype=torch.float32)
-    if first % height == 0:
-        return scales.contiguous(), group
-    spread = scales.repeat_interleave(height, 0)
-    start = first % height
-    return spread[start : start + len(wanted.rows)].contiguous(), (1, width)
+    part = matrix.columns(slice(first, last), slice(groups.start, groups.stop))
+    return replace(part, group=(height, min(width, len(wanted.columns))))

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
-from sidestep.executor.quantization.quantized_files import QuantizedFiles, group_scales
-from sidestep.executor.weights.weight_loader import CheckpointWeights, Wanted
+from sidestep.executor.quantization.quantized_files import QuantizedFiles
+from sidestep.executor.quantization.stored_parts import (
+    SCALES,
+    group_scales,
+    read_as,
+)
+from sidestep.executor.weights.weight_loader import CheckpointWeights, Matrix, Wanted
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
-INPUT_SCALES = ("input_scale", "input_zero_point", "activation_scale", "input_scale_ub")
+INPUT_SCALES = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "activation_scale",
+    "input_scale_ub",
+)
 """Ends of the names of what scales a matrix's inputs, which are not rounded here."""
 
 
@@ -20,7 +33,7 @@ class WideFiles(QuantizedFiles):
 
     ends = ("weight_scale_inv", "weight_scale")
 
-    def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> CodedMatrix:
+    def read(self, files: CheckpointWeights, wanted: Wanted, scheme: WeightScheme) -> Matrix:
         """Return the matrix. The shape of the scales says what shares one."""
         end = next(one for one in self.ends if f"{wanted.name}.{one}" in files)
         codes = files.stored(f"{wanted.name}.weight", wanted.shape, wanted.rows, wanted.columns)
@@ -31,12 +44,17 @@ class WideFiles(QuantizedFiles):
             )
         scales, group = read_scales(files, f"{wanted.name}.{end}", wanted, scheme)
         ignore_input_scales(files, wanted.name)
+        minimums, zeros = None, f"{wanted.name}.weight_zero_point"
+        if zeros in files:
+            own, _ = read_scales(files, zeros, wanted, scheme, (torch.int8,))
+            minimums = scales * own
         return CodedMatrix(
             kind=scheme.kind,
             codes=codes.to(files.device).contiguous(),
             scales=scales,
             group=group,
             dtype=files.dtype,
+            minimums=minimums,
         )
 
 
@@ -46,9 +64,13 @@ def ignore_input_scales(files: CheckpointWeights, name: str) -> None:
 
 
 def read_scales(
-    files: CheckpointWeights, name: str, wanted: Wanted, scheme: WeightScheme
+    files: CheckpointWeights,
+    name: str,
+    wanted: Wanted,
+    scheme: WeightScheme,
+    types: Collection[torch.dtype] = SCALES,
 ) -> tuple[Tensor, tuple[int, int]]:
-    """Return the scales of the wanted part, and R and G.
+    """Return the scales of the wanted part in float32, and R and G. types: those of files.
 
     One number scales the whole matrix; one a row, in one or two dimensions, each row; and others
     the blocks that the scheme states.
@@ -57,12 +79,10 @@ def read_scales(
     shape = files.stored_shape(name)
     count = len(wanted.rows), len(wanted.columns)
     if shape in ((), (1,), (1, 1)) and not (scheme.rows == 1 and rows == 1):
-        scale = files.stored(name, shape).float().reshape(1, 1)
+        scale = read_as(files, types, name, shape).float().reshape(1, 1)
         return scale.to(files.device), count
-    if shape == (rows,):
-        own = files.stored(name, shape, rows=wanted.rows).float()[:, None]
-        return own.to(files.device), (1, count[1])
-    if shape == (rows, 1):
-        own = files.stored(name, shape, rows=wanted.rows).float()
-        return own.to(files.device), (1, count[1])
-    return group_scales(files, name, wanted, (scheme.rows or rows, scheme.columns or columns))
+    if shape in ((rows,), (rows, 1)):
+        own = read_as(files, types, name, shape, wanted.rows).float().view(-1, 1)
+        return own.to(files.device).contiguous(), (1, count[1])
+    group = scheme.rows or rows, scheme.columns or columns
+    return group_scales(files, name, wanted, group, types)

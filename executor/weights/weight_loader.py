@@ -28,6 +28,8 @@ Matrix = Tensor | CodedMatrix
 """A matrix [N, K], in the run's type or quantized."""
 _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Ends of the names of buffers that old checkpoints have and that follow from the config."""
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", "_proj.output_scale")
+"""Ends of the names of scales for keys and values of 8 bits."""
 _DUMMY_SCALE = 121
 """Scale of random weights of MXFP4, which are 0.09 at most."""
 _COMPARED_ROWS = 4096
@@ -337,7 +339,8 @@ class CheckpointWeights(Weights):
 
         It is called when all layers have their weights.
         """
-        left = sorted(n for n in self._unused if not n.endswith(_IGNORED))
+        # A cache in the run's type, or with scales that it computes, needs none.
+        left = sorted(n for n in self._unused if not n.endswith(_IGNORED + _KV_SCALES))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             raise EngineStartError(

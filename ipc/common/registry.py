@@ -113,13 +113,14 @@ QUANTIZATIONS: dict[str, Quantization] = {
         "bitsandbytes:read_bitsandbytes", "bitsandbytes_files:BitsAndBytesFiles"
     ),
     "compressed-tensors": _quantization(
-        "compressed_tensors:read_compressed_tensors", "packed_files:CompressedTensorsFiles"
+        "compressed_tensors:read_compressed_tensors",
+        "compressed_tensors_files:CompressedTensorsFiles",
     ),
     "fbgemm_fp8": _quantization("fp8:read_fbgemm", "wide_files:WideFiles"),
     "fp8": _quantization("fp8:read_fp8", "wide_files:WideFiles"),
     "gptq": _quantization("packed_ints:read_gptq", "packed_files:GptqFiles"),
     "gptq_v2": _quantization("packed_ints:read_gptq", "packed_files:GptqV2Files"),
-    "modelopt": _quantization("fp8:read_modelopt", "wide_files:WideFiles"),
+    "modelopt": _quantization("fp8:read_modelopt", "fp4_files:ModeloptFiles"),
 }
 """Name of a method, as files state it -> what reads its matrices."""
 

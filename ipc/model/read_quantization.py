@@ -63,11 +63,11 @@ def read_quantization(config: HfConfig, wanted: str | None) -> QuantizationSpec 
 
 def _online(wanted: str) -> QuantizationSpec:
     """Return the quantization of plain weights while they are loaded."""
-    from sidestep.ipc.model.quantization.online import ONLINE
+    from sidestep.ipc.model.quantization.online import ONLINE, online_quantization
 
     if wanted not in ONLINE:
         raise EngineStartError(
             f"quantization: the model's weights are plain, which {wanted!r} cannot read; plain "
             f"weights can be quantized to {', '.join(sorted(ONLINE))}"
         )
-    return QuantizationSpec(method="online", default=ONLINE[wanted], online=True)
+    return online_quantization(wanted)

@@ -95,6 +95,18 @@ class CodedMatrix:
         parts = self._each(lambda part: part[:, groups].contiguous())
         return replace(parts, codes=self.codes[:, codes].contiguous())
 
+    def padded(self, rows: int) -> CodedMatrix:
+        """Return the matrix with this many more rows, of zeros."""
+        if not rows:
+            return self
+
+        def filled(part: Tensor) -> Tensor:
+            # A scale of zero makes a zero of each code. fp8 has no padding of its own.
+            more = torch.zeros(rows, part.shape[1], dtype=torch.uint8, device=part.device)
+            return torch.cat([part, more.to(part.dtype)])
+
+        return self.with_row_scales()._each(filled)
+
     def with_row_scales(self) -> CodedMatrix:
         """Return the matrix with scales of each row's own."""
         height, width = self.group

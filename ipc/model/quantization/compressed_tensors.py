@@ -6,6 +6,7 @@ import re
 
 from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
+    Codes,
     QuantizationSpec,
     SchemeRule,
     WeightScheme,
@@ -23,27 +24,34 @@ FORMATS = (
     "mxfp4-pack-quantized",
     "mixed-precision",
 )
-_CLASSES = ("Linear",)
-"""Targets that name all matrices of products."""
+_LINEAR, _EMBEDDING = "Linear", "Embedding"
+"""Targets that name all matrices of products, and the embedding."""
+_BYTE_FORMATS = ("int-quantized", "naive-quantized")
+"""Formats with a byte for each whole number, of however many bits it is."""
 
 
 def read_compressed_tensors(config: QuantConfig) -> QuantizationSpec:
     """Read an object with quant_method "compressed-tensors"."""
-    config.choice("format", FORMATS, "dense")
+    common = config.choice("format", FORMATS, "dense")
     for name in ("sparsity_config", "transform_config"):
         inner = config.get(name)
         if inner and (not isinstance(inner, dict) or inner.get("format", "dense") != "dense"):
             config.refuse(name, "is not supported; supported are files without it")
-    rules = [*plain_rules(config.names("ignore"))]
-    default = None
+    default, schemes = None, dict[str, WeightScheme | None]()
     for group in config.part("config_groups").parts():
-        scheme = _scheme(group)
+        scheme = _scheme(group, common)
         for target in group.names("targets"):
-            if target in _CLASSES:
+            if target == _EMBEDDING:
+                group.refuse("targets", f"has {_EMBEDDING}, whose quantization is not supported")
+            elif target == _LINEAR:
                 default = scheme
             else:
-                rules.append(SchemeRule(pattern=_target(target), scheme=scheme))
-    return QuantizationSpec(method="compressed-tensors", rules=tuple(rules), default=default)
+                schemes[target] = scheme
+    # A module's name counts before regular expressions, and those before its class.
+    order = sorted(schemes, key=lambda target: (target.startswith("re:"), target))
+    rules = [SchemeRule(pattern=_target(target), scheme=schemes[target]) for target in order]
+    ignored = plain_rules(config.names("ignore"))
+    return QuantizationSpec(method="compressed-tensors", rules=(*ignored, *rules), default=default)
 
 
 def _target(target: str) -> str:
@@ -53,13 +61,25 @@ def _target(target: str) -> str:
     return re.escape(target) + "$"
 
 
-def _scheme(group: QuantConfig) -> WeightScheme:
-    """Return the scheme of a group's weights."""
+def _scheme(group: QuantConfig, common: str) -> WeightScheme | None:
+    """Return the scheme of a group's weights; None for plain ones. common: the files' format."""
+    form = group.choice("format", FORMATS, common)
+    if group.get("weights") is None:
+        return None
     weights = group.part("weights")
-    bits, kind = weights.whole("num_bits"), weights.choice("type", ("int", "float"), "int")
-    codes = {("int", 8): "int8", ("int", 4): "int4", ("float", 8): "fp8", ("float", 4): "fp4"}
+    bits, kind = (
+        weights.whole("num_bits", default=8),
+        weights.choice("type", ("int", "float"), "int"),
+    )
+    codes: dict[tuple[str, int], Codes] = {
+        ("int", 8): "int8",
+        ("int", 4): "int4",
+        ("float", 8): "fp8",
+        ("float", 4): "fp4",
+    }
     if (kind, bits) not in codes:
         weights.refuse("num_bits", f"is {bits} of type {kind}; supported are 4 and 8")
+    in_bytes = kind == "int" and form in _BYTE_FORMATS
     strategy = weights.choice(
         "strategy", ("tensor", "channel", "group", "block", "tensor_group"), "tensor"
     )
@@ -69,10 +89,24 @@ def _scheme(group: QuantConfig) -> WeightScheme:
     elif strategy in ("group", "tensor_group"):
         columns = weights.whole("group_size")
     elif strategy == "block":
-        rows, columns = weights.get("block_structure") or (128, 128)
+        rows, columns = _block(weights)
     return WeightScheme(
-        kind=codes[kind, bits],  # type: ignore[arg-type]
+        kind="int8" if in_bytes else codes[kind, bits],
         rows=rows,
         columns=max(0, columns),
         offset=not weights.flag("symmetric", default=True),
+        decoded=weights.get("actorder") in ("group", True),
     )
+
+
+def _block(weights: QuantConfig) -> tuple[int, int]:
+    """Return the rows and the columns of a block."""
+    block = weights.get("block_structure")
+    if block is None:
+        return 128, 128
+    if isinstance(block, str):  # older files: "128x128"
+        block = [int(one) if one.isdigit() else one for one in block.split("x")]
+    if not isinstance(block, list) or len(block) != 2 or any(type(one) is not int for one in block):
+        weights.refuse("block_structure", f"must be two whole numbers, not {block!r}")
+    rows, columns = block
+    return rows, columns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
+    HEAD,
     QuantizationSpec,
     WeightScheme,
     plain_rules,
@@ -11,6 +12,8 @@ from sidestep.ipc.model.quantization.weight_scheme import (
 
 NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore")
 """Names of the list of modules that are not quantized."""
+NVFP4_GROUP = 16
+"""Inputs that share a scale in NVFP4."""
 
 
 def read_fp8(config: QuantConfig) -> QuantizationSpec:
@@ -24,22 +27,24 @@ def read_fp8(config: QuantConfig) -> QuantizationSpec:
         scheme = WeightScheme(kind="fp8", rows=block[0], columns=block[1])
     else:
         config.refuse("weight_block_size", f"must be two whole numbers, not {block!r}")
-    rules = plain_rules(config.names(*NOT_CONVERTED))
+    rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
     return QuantizationSpec(method="fp8", rules=rules, default=scheme)
 
 
 def read_fbgemm(config: QuantConfig) -> QuantizationSpec:
     """Read an object with quant_method "fbgemm_fp8": a scale a row."""
-    rules = plain_rules(config.names(*NOT_CONVERTED))
+    rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
     return QuantizationSpec(method="fbgemm_fp8", rules=rules, default=WeightScheme(kind="fp8"))
 
 
 def read_modelopt(config: QuantConfig) -> QuantizationSpec:
     """Read what modelopt writes, into config.json or hf_quant_config.json."""
     own = config.part("quantization") if config.get("quantization") is not None else config
-    own.choice("quant_algo", ("FP8",))
-    rules = plain_rules(_any_part(one) for one in own.names("exclude_modules", "ignore"))
+    algorithm = own.choice("quant_algo", ("FP8", "NVFP4"))
+    rules = plain_rules([*map(_any_part, own.names("exclude_modules", "ignore")), HEAD])
     scheme = WeightScheme(kind="fp8", rows=0)
+    if algorithm == "NVFP4":
+        scheme = WeightScheme(kind="fp4", columns=own.whole("group_size", default=NVFP4_GROUP))
     return QuantizationSpec(method="modelopt", rules=rules, default=scheme)
 
 

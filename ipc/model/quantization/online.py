@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
+from sidestep.ipc.model.quantization.weight_scheme import (
+    HEAD,
+    QuantizationSpec,
+    WeightScheme,
+    plain_rules,
+)
 
 ONLINE: dict[str, WeightScheme] = {
     "fp8": WeightScheme(kind="fp8"),
@@ -10,3 +15,10 @@ ONLINE: dict[str, WeightScheme] = {
     "int4": WeightScheme(kind="int4", columns=32, offset=True),
 }
 """Name of the option's choice -> the form that matrices get."""
+
+
+def online_quantization(choice: str) -> QuantizationSpec:
+    """Return the quantization of all matrices of products but the output head."""
+    return QuantizationSpec(
+        method="online", rules=plain_rules([HEAD]), default=ONLINE[choice], online=True
+    )

@@ -1,4 +1,4 @@
-"""The fields that a file states of a quantization, with a checked type for each."""
+"""The fields in which a file states a quantization, each with a checked type."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ _FUSED = {
 """Parts of matrices that some lists name by the whole."""
 _BITS = {"fp8": 8, "int8": 8}
 _SCALE_BYTES = 4
+HEAD = "lm_head"
+"""Name of the output head, which methods leave plain unless files state otherwise."""
 
 
 class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,18 +34,28 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """Columns that share a scale; 0 for all."""
     offset: bool = False
     """Whether groups have a zero or a minimum of their own."""
+    scale_bytes: int = _SCALE_BYTES
+    """Bytes in which a worker keeps a scale."""
+    decoded: bool = False
+    """Whether a worker keeps the numbers themselves, in the run's type."""
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
         return _BITS.get(self.kind, 4)
 
-    def num_bytes(self, num_rows: int, num_columns: int) -> int:
-        """Return the size of a matrix, about: files keep scales in fewer bytes, some of them."""
-        groups = -(-num_rows // (self.rows or num_rows)) * -(
-            -num_columns // (self.columns or num_columns)
-        )
-        return num_rows * num_columns * self.bits // 8 + groups * _SCALE_BYTES * (1 + self.offset)
+    def num_bytes(self, num_rows: int, num_columns: int, itemsize: int) -> int:
+        """Return the size of a matrix in a worker: its codes, scales and zeros.
+
+        itemsize: bytes of a number in the run's type.
+        """
+        if self.decoded:
+            return num_rows * num_columns * itemsize
+        rows, columns = self.rows or num_rows, self.columns or num_columns
+        groups = -(-num_rows // rows) * -(-num_columns // columns)
+        # The zero of four bits is a code; that of more bits is kept as a minimum, like a scale.
+        offset = self.offset * (1 if self.bits < 8 else _SCALE_BYTES)
+        return num_rows * num_columns * self.bits // 8 + groups * (self.scale_bytes + offset)
 
 
 class SchemeRule(msgspec.Struct, frozen=True, kw_only=True):
