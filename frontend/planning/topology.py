@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import msgspec
 
 from sidestep.frontend.planning.machine import Machine
+from sidestep.frontend.planning.weight_size import weight_size
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import check_tensor_parallel
 from sidestep.ipc.config_sections import CacheConfig, SchedulerConfig
@@ -27,8 +28,6 @@ from sidestep.ipc.model.kv.kv_layout import KvLayout, kv_layout
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_size import (
     layers_size,
-    num_parameters,
-    table_size,
 )
 from sidestep.ipc.model.model_spec import ModelSpec
 
@@ -109,9 +108,14 @@ def _size(
     item: bytes of a number.
     """
     layers = split_layers(spec, pp)
-    stages = [Shard(spec, tp, stage_of(layers, i), max_model_len) for i in range(pp)]
+    # A GPU multiplies with codes; a CPU with the numbers that they stand for.
+    codes = bool(machine.gpus)
+    stages = [
+        Shard(spec, tp, stage_of(layers, i), max_model_len, itemsize=item, keeps_codes=codes)
+        for i in range(pp)
+    ]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
-    room = [_room(machine, cache) - stage.weights * item - working for stage in stages]
+    room = [_room(machine, cache) - stage.weights - working for stage in stages]
     if not machine.gpus:
         room = [min(one, CPU_CACHE_BYTES, machine.memory_bytes // 4) for one in room]
     limits = SchedulerConfig().limits("cuda" if machine.gpus else "cpu")
@@ -132,14 +136,14 @@ def _size(
     tokens -= tokens % block_size
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
     read, kept = (
-        sum(s.read for s in stages) * item,
+        sum(s.read for s in stages),
         sum(block_bytes) * (tokens * own // full),
     )
     return Size(
         tensor_parallel_size=tp,
         pipeline_parallel_size=pp,
         data_parallel_size=dp,
-        weight_bytes=max(stage.weights for stage in stages) * item,
+        weight_bytes=max(stage.weights for stage in stages),
         working_bytes=working,
         cache_tokens=tokens,
         cache_tokens_in_all=tokens * dp,
@@ -150,18 +154,29 @@ def _size(
 
 
 class Shard:
-    """One rank's part of the model, in counts of numbers, not bytes."""
+    """One rank's part of the model."""
 
     def __init__(
-        self, spec: ModelSpec, tp: int, stage: Stage, max_model_len: int | None = None
+        self,
+        spec: ModelSpec,
+        tp: int,
+        stage: Stage,
+        max_model_len: int | None = None,
+        *,
+        itemsize: int = 1,
+        keeps_codes: bool = False,
     ) -> None:
-        """Count the rank's part. max_model_len: tokens of the longest request, if it is bounded."""
-        first, last = stage.is_first, stage.is_last
+        """Count the rank's part.
+
+        max_model_len: tokens of the longest request, if it is bounded. itemsize: bytes of a weight
+        that is not quantized; 1 counts numbers. keeps_codes: see weight_size.
+        """
         layers = spec.layers[stage.layers.start : stage.layers.stop]
-        size = layers_size(spec, tp, layers)
-        self.weights = num_parameters(spec, tp, layers, first=first, last=last)
-        self.read = size.active + size.vectors + last * (spec.hidden_size + table_size(spec, tp))
-        """Numbers that a step reads at least: of the embedding only the rows of its tokens."""
+        size = weight_size(spec, tp, stage, itemsize, keeps_codes=keeps_codes)
+        self.weights = size.held
+        """Bytes of all weights."""
+        self.read = size.read
+        """Bytes of weights that a step reads at least."""
         self._kv = spec, tp, layers, max_model_len
 
     def kv_layout(self, itemsize: int, block_size: int) -> KvLayout:

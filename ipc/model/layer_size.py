@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import msgspec
+
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
+
+
+@dataclass(frozen=True)
+class MatrixSize:
+    """Some matrices of products that are alike: those of a rank, or a rank's parts of them."""
+
+    name: str
+    """The first one's name in the checkpoint, within its layer."""
+    rows: int
+    columns: int
+    count: int = 1
+    active: Fraction = Fraction(1)
+    """The part of the matrices that one token is multiplied with, on average."""
+    scheme: WeightScheme | None = None
+    """The form that they have in all files; None where the model's quantization says it."""
+    may_be_coded: bool = True
+    """Whether they are quantized with the others."""
+
+    @property
+    def numbers(self) -> int:
+        """The number of weights."""
+        return self.rows * self.columns * self.count
+
+    def num_bytes(self, scheme: WeightScheme | None, itemsize: int) -> int:
+        """Return the bytes in this form; None for numbers of `itemsize` bytes."""
+        if scheme is None:
+            return self.numbers * itemsize
+        return self.count * scheme.num_bytes(self.rows, self.columns, itemsize)
+
+
+def active_numbers(matrices: Iterable[MatrixSize]) -> int:
+    """Return the number of weights that one token is multiplied with."""
+    return int(sum((one.numbers * one.active for one in matrices), Fraction(0)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,14 @@ CUDA graphs and the workers' KV caches all count from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import msgspec
 
-from sidestep.ipc.model.layer_size import Divided, LayerKv, LayerSize
+from sidestep.ipc.model.layer_size import Divided, LayerKv, LayerSize, MatrixSize, active_numbers
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -96,12 +98,12 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
         """Return the size of one rank's part."""
         dim = self.head_dim
-        heads, kv_heads = self.num_heads // num_ranks, max(1, self.num_kv_heads // num_ranks)
+        heads, kv_heads = self._heads(num_ranks)
         projected = (1 + self.gate) * heads + 2 * kv_heads
-        matrices = hidden_size * dim * (projected + heads)
+        matrices = self.matrices(hidden_size, num_ranks)
         return LayerSize(
-            matrices=matrices,
-            active=matrices,
+            matrices=sum(one.numbers for one in matrices),
+            active=active_numbers(matrices),
             vectors=self.bias * dim * projected
             + self.output_bias * hidden_size
             + 2 * dim * self.head_norms
@@ -110,6 +112,22 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
             kv_per_token=self.kv(num_ranks).num_values,
             widest=dim * (projected + heads),
         )
+
+    def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
+        """Return one rank's parts of the matrices."""
+        heads, kv_heads = self._heads(num_ranks)
+        rows, own = self.head_dim * heads, "self_attn"
+        kv_rows = self.head_dim * kv_heads
+        return [
+            MatrixSize(f"{own}.q_proj", (1 + self.gate) * rows, hidden_size),
+            MatrixSize(f"{own}.k_proj", kv_rows, hidden_size),
+            MatrixSize(f"{own}.v_proj", kv_rows, hidden_size),
+            MatrixSize(f"{own}.o_proj", hidden_size, rows),
+        ]
+
+    def _heads(self, num_ranks: int) -> tuple[int, int]:
+        """Return the numbers of one rank's heads, and of its KV heads."""
+        return self.num_heads // num_ranks, max(1, self.num_kv_heads // num_ranks)
 
 
 class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
@@ -127,13 +145,35 @@ class MlpSpec(msgspec.Struct, frozen=True, kw_only=True, tag="mlp"):
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
         """Return the size of one rank's part."""
         width = self.width // num_ranks
-        matrices = 3 * hidden_size * width
+        matrices = self.matrices(hidden_size, num_ranks)
         return LayerSize(
-            matrices=matrices,
-            active=matrices,
+            matrices=sum(one.numbers for one in matrices),
+            active=active_numbers(matrices),
             vectors=self.bias * (2 * width + hidden_size),
             widest=3 * width,
         )
+
+    def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
+        """Return one rank's parts of the matrices."""
+        return gated_mlp("mlp", self.width // num_ranks, hidden_size)
+
+
+def gated_mlp(
+    name: str,
+    width: int,
+    hidden_size: int,
+    parts: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    **common: Any,
+) -> list[MatrixSize]:
+    """Return the matrices of a gated MLP.
+
+    parts: names of the gate's, the other's and the last one. common: fields of MatrixSize.
+    """
+    shapes = (width, hidden_size), (width, hidden_size), (hidden_size, width)
+    return [
+        MatrixSize(f"{name}.{part}", *shape, **common)
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
 
 
 class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,18 +266,40 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         """
         width = self.width if self.whole else self.width // num_ranks
         shared = self.shared_width // num_ranks
-        common = hidden_size * (self.num_experts + 3 * shared + self.shared_gate)
-        expert = 3 * hidden_size * self.width
+        matrices = self.matrices(hidden_size, num_ranks)
         routing, experts = self.routing, self.num_experts
         # Where ranks have parts of experts, each of them has the last bias.
         last_biases = experts // num_ranks if self.whole else experts
         biases = experts * 2 * self.width // num_ranks + last_biases * hidden_size
         return LayerSize(
-            matrices=common + experts * expert // num_ranks,
-            active=common + self.num_chosen * expert // num_ranks,
+            matrices=sum(one.numbers for one in matrices),
+            active=active_numbers(matrices),
             vectors=experts * (routing.bias + routing.product_bias) + self.bias * biases,
             widest=self.num_chosen * (3 * width + hidden_size) + 3 * shared,
         )
+
+    def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
+        """Return one rank's parts of the matrices; the names are those of the first expert."""
+        own, experts = self.names.layer, self.num_experts
+        packed = WeightScheme(kind="fp4", columns=MXFP4_BLOCK, scale_bytes=1)
+        found = [
+            MatrixSize(f"{own}.{self.names.router}", experts, hidden_size, may_be_coded=False),
+            *gated_mlp(
+                f"{own}.experts.0",
+                self.width if self.whole else self.width // num_ranks,
+                hidden_size,
+                (self.names.gate, self.names.up, self.names.down),
+                count=experts // num_ranks if self.whole else experts,
+                active=Fraction(self.num_chosen, experts),
+                scheme=packed if self.stored == "mxfp4" else None,
+            ),
+        ]
+        if self.shared_width:
+            name = f"{own}.{self.names.shared}"
+            found += gated_mlp(name, self.shared_width // num_ranks, hidden_size)
+        if self.shared_gate:
+            found.append(MatrixSize(f"{own}.{self.names.shared}_gate", 1, hidden_size))
+        return found
 
 
 class NormSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,6 +355,11 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.mixer.size(hidden_size, num_ranks) + self.mlp.size(hidden_size, num_ranks) + norms
         )
+
+    def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
+        """Return the matrices of products of that part."""
+        mixer, mlp = (one.matrices(hidden_size, num_ranks) for one in (self.mixer, self.mlp))
+        return mixer + mlp
 
 
 def attention_of(layers: Iterable[LayerSpec]) -> list[AttentionSpec]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sidestep.ipc.model.layer_size import Divided, LayerSize
+from sidestep.ipc.model.layer_size import Divided, LayerSize, MatrixSize, active_numbers
 
 CHUNK = 64
 """Tokens that prompts are computed in; each has a product with the others of its chunk."""
@@ -60,13 +60,25 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True, tag="delta"):
         """
         heads, channels = self.num_value_heads // num_ranks, self.channels(num_ranks)
         values = heads * self.value_dim
-        matrices = hidden_size * (channels + 2 * values + 2 * heads)
+        matrices = self.matrices(hidden_size, num_ranks)
         # Beside projections and results, a chunk's tokens have the solutions of its system.
         in_chunks = heads * (self.key_dim + self.value_dim + CHUNK)
         return LayerSize(
             state=channels * (self.conv_kernel - 1) + values * self.key_dim,
-            matrices=matrices,
-            active=matrices,
+            matrices=sum(one.numbers for one in matrices),
+            active=active_numbers(matrices),
             vectors=channels * self.conv_kernel + 2 * heads + self.value_dim,
             widest=2 * channels + 2 * values + 2 * heads + in_chunks,
         )
+
+    def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
+        """Return one rank's parts of the matrices."""
+        heads, own = self.num_value_heads // num_ranks, "linear_attn"
+        values = heads * self.value_dim
+        return [
+            MatrixSize(f"{own}.in_proj_qkv", self.channels(num_ranks), hidden_size),
+            MatrixSize(f"{own}.in_proj_z", values, hidden_size),
+            MatrixSize(f"{own}.in_proj_b", heads, hidden_size),
+            MatrixSize(f"{own}.in_proj_a", heads, hidden_size),
+            MatrixSize(f"{own}.out_proj", hidden_size, values),
+        ]

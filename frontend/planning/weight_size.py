@@ -1,0 +1,66 @@
+"""Bytes of a model's weights in a worker, from the specifications of its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sidestep.ipc.model.layer_size import MatrixSize
+from sidestep.ipc.model.layer_split import Stage
+from sidestep.ipc.model.model_size import table_size
+from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.model.quantization.weight_scheme import HEAD, QuantizationSpec, WeightScheme
+
+_PLAIN = QuantizationSpec(method="")
+
+
+class WeightSize(NamedTuple):
+    """Bytes of one rank's weights."""
+
+    held: int
+    """All of them."""
+    read: int
+    """Those that a step reads at least: of the embedding only the rows of its tokens."""
+
+
+def weight_size(
+    spec: ModelSpec, num_ranks: int, stage: Stage, itemsize: int, *, keeps_codes: bool
+) -> WeightSize:
+    """Return the bytes of one of the tensor-parallel ranks of a stage.
+
+    itemsize: bytes of a number in the run's type. keeps_codes: whether the device multiplies with
+    quantized matrices as they are, rather than with their numbers.
+    """
+    held, read = 0, 0.0
+    for index in stage.layers:
+        vectors = spec.layers[index].size(spec.hidden_size, num_ranks).vectors * itemsize
+        held, read = held + vectors, read + vectors
+        for matrix, scheme in _forms(spec, index, num_ranks):
+            own = matrix.num_bytes(scheme if keeps_codes else None, itemsize)
+            held, read = held + own, read + own * float(matrix.active)
+    held += stage.is_first * table_size(spec, num_ranks) * itemsize
+    if stage.is_last:
+        norm, head = spec.hidden_size * itemsize, _head(spec, num_ranks, itemsize, keeps_codes)
+        shared = stage.is_first and spec.tie_word_embeddings
+        held, read = held + norm + (0 if shared else head), read + norm + head
+    return WeightSize(held, int(read))
+
+
+def _forms(
+    spec: ModelSpec, layer: int, num_ranks: int
+) -> Iterator[tuple[MatrixSize, WeightScheme | None]]:
+    """Yield the matrices of a layer, and how each is quantized."""
+    quantization = spec.quantization or _PLAIN
+    for one in spec.layers[layer].matrices(spec.hidden_size, num_ranks):
+        scheme = quantization.scheme(f"model.layers.{layer}.{one.name}")
+        yield one, one.scheme or (scheme if one.may_be_coded else None)
+
+
+def _head(spec: ModelSpec, num_ranks: int, itemsize: int, keeps_codes: bool) -> int:
+    """Return the bytes of a rank's part of the output head, which models that pool do not have."""
+    if spec.pooling is not None:
+        return 0
+    scheme = (spec.quantization or _PLAIN).scheme(HEAD)
+    if scheme is None or spec.tie_word_embeddings or not keeps_codes:
+        return table_size(spec, num_ranks) * itemsize
+    return scheme.num_bytes(-(-spec.vocab_size // num_ranks), spec.hidden_size, itemsize)
