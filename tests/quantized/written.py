@@ -52,6 +52,10 @@ class Case:
     """Numbers of ranks that can share it."""
     config_file: str = "config.json"
     """Where the configuration is: there, or alone in a file of an older tool."""
+    rtol: float = 1e-5
+    """How much a decoder's numbers may differ: a minimum is rounded apart from its numbers."""
+    size_is_stated: bool = True
+    """Whether the configuration alone says how many bytes a matrix takes."""
 
 
 class Written(NamedTuple):

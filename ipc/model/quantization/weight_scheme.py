@@ -49,7 +49,8 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
 
         itemsize: bytes of a number in the run's type.
         """
-        if self.decoded:
+        # Blocks of nf4 run over the whole matrix; those that cross rows are decoded.
+        if self.decoded or (self.kind == "nf4" and num_columns % self.columns):
             return num_rows * num_columns * itemsize
         rows, columns = self.rows or num_rows, self.columns or num_columns
         groups = -(-num_rows // rows) * -(-num_columns // columns)
