@@ -17,7 +17,7 @@ from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 _POWER_BIAS = 127
-"""What is added to the power of two that a byte of MXFP4's scales stands for."""
+"""Added to the power of two that a byte of MXFP4's scales stands for."""
 _PER_BYTE = 2
 
 

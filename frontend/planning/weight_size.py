@@ -20,7 +20,7 @@ class WeightSize(NamedTuple):
     held: int
     """All of them."""
     read: int
-    """Those that a step reads at least: of the embedding only the rows of its tokens."""
+    """Bytes that a step reads at least: of the embedding only the rows of its tokens."""
 
 
 def weight_size(

@@ -47,7 +47,7 @@ class Drawn:
 
     @property
     def numbers(self) -> Tensor:
-        """What the codes stand for, float32 [N, K]."""
+        """The numbers that the codes stand for, float32 [N, K]."""
         zeros, scales = (one[:, self.group_of] for one in (self.zeros, self.scales.float()))
         return (self.codes - zeros).float() * scales
 

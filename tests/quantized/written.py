@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     tensors: dict[str, Tensor]
     """By the ends of their names."""
     numbers: Tensor
-    """What they stand for, float32 [N, K]."""
+    """The numbers that they stand for, float32 [N, K]."""
 
 
 Encoder = Callable[[str, Tensor], Encoded | None]
@@ -43,7 +43,7 @@ class Case:
     """A form of a method's files."""
 
     config: dict[str, Any]
-    """What the files state."""
+    """The fields that the files state."""
     encode: Encoder
     family: str = "llama-gqa"
     changes: dict[str, Any] = field(default_factory=lambda: SIZES)

@@ -57,6 +57,6 @@ def test_the_commands_are_understood() -> None:
 
 
 def test_the_sentence_is_what_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    (sentence,) = re.findall(r"^sidestep: quantization: .*$", TEXT, re.M)
-    assert main(["serve", "--quantization", "fp8"]) == 1
+    (sentence,) = re.findall(r"^sidestep: code_revision: .*$", TEXT, re.M)
+    assert main(["serve", "--code-revision", "main"]) == 1
     assert capsys.readouterr().err == f"{sentence}\n"

@@ -1,4 +1,4 @@
-# Expected: ValidationError: quantization: quantized weights are not served yet
+# Expected: ValidationError: kv_cache_dtype: keys and values are kept in the model's dtype
 import sys
 
 from vllm import LLM, SamplingParams

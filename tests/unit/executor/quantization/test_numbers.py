@@ -55,7 +55,10 @@ def _experts(encoder: Encoder) -> Encoder:
 
 
 EXPERTS: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64}
-QWEN = {"family": "qwen3-moe", "changes": {**EXPERTS, "num_experts": 6, "intermediate_size": 128}}
+QWEN: dict[str, Any] = {
+    "family": "qwen3-moe",
+    "changes": {**EXPERTS, "num_experts": 6, "intermediate_size": 128},
+}
 EXPERT_CASES = {
     "fp8-blocks": Case(
         {**FP8, "weight_block_size": [24, 32], "modules_to_not_convert": ["lm_head", "gate"]},

@@ -53,7 +53,7 @@ def weights(**fields: Any) -> dict[str, Any]:
         ({"quant_method": "torchao"}, "'torchao' is not supported; supported are auto-round, awq"),
         (gptq_config(3), "bits in quantization_config in config.json is 3; supported are 4 and 8"),
         (gptq_config(group_size=0), "group_size .* is 0"),
-        (gptq_config(bits="four"), "bits .* must be a whole number, not 'four'"),
+        ({**gptq_config(), "bits": "four"}, "bits .* must be a whole number, not 'four'"),
         (gptq_config(checkpoint_format="marlin"), "checkpoint_format .* 'marlin'; supported are"),
         (gptq_config(dynamic={"+:.*": 3}), "dynamic .* must have an object"),
         (gptq_config(dynamic=[]), "dynamic .* must be an object"),
