@@ -32,7 +32,7 @@ ERRORS: dict[str, float] = {
     "w8a8": 0.5,
     # Numbers of e2m1 beyond 4 are 2 apart, and those beyond 6 are cut off.
     "mxfp4": 2.0,
-    # Those of e4m3 beyond 256 are 32 apart.
+    # Numbers of e4m3 beyond 256 are 32 apart.
     "fp8-blocks": 16.0,
 }
 """By folder: the largest error in units of the scale."""
