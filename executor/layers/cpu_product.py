@@ -19,25 +19,21 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-_PACK_FOR_ROWS = 8
-"""The batch size that the packed layout is chosen for."""
-_BLOCK_ROWS = 16
-"""Rows of a padded block."""
-_FEWEST_ROWS = 4
-"""Fewest rows that MKL multiplies with the kernels that it has for many."""
-_PACKED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for
-each number: with all numbers, a worker's memory would grow with every new size of a step."""
+from sidestep.executor.layers.layouts.layout import LaidOut, Product
+from sidestep.executor.layers.layouts.plain_layouts import (
+    in_blocks,
+    packed,
+    plain,
+    transposed,
+    transposed_in_fours,
+)
+
 _TRIED_ROWS = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 40, 64, 65, 128, 129, 255, 256)
 """Numbers of rows that a layout is tried with."""
 _TRIAL_PRODUCTS = 10_000_000_000
 """Multiplications that trying one size may take. For large weights, fewer numbers of rows are
 tried."""
 
-Product = Callable[[Tensor], Tensor]
-"""Compute x W^T [T, N] from x [T, K]."""
-LaidOut = tuple[Product, Tensor]
-"""A product, and the tensor that it keeps the weight in."""
 Layout = Callable[[Tensor], LaidOut | None]
 """Lay a weight [N, K] out; None where this CPU has no such product."""
 
@@ -58,65 +54,6 @@ class CpuProduct:
         return torch.cat([self._product(part) for part in x.split(self._most_rows)])
 
 
-def plain(weight: Tensor) -> LaidOut:
-    """Use the weight as it is."""
-    return lambda x: torch.nn.functional.linear(x, weight), weight
-
-
-def transposed(weight: Tensor) -> LaidOut:
-    """Transpose the weight: the layout with the least overhead."""
-    turned = weight.t().contiguous()
-    return lambda x: torch.mm(x, turned), turned
-
-
-def transposed_in_fours(weight: Tensor) -> LaidOut:
-    """Transpose the weight, and multiply at least four rows.
-
-    Without its strict mode MKL has other kernels for fewer rows.
-    """
-    multiply, turned = transposed(weight)
-
-    def multiply_padded(x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        if rows >= _FEWEST_ROWS:
-            return multiply(x)
-        return multiply(torch.nn.functional.pad(x, (0, 0, 0, _FEWEST_ROWS - rows)))[:rows]
-
-    return multiply_padded, turned
-
-
-def packed(weight: Tensor) -> LaidOut | None:
-    """Pack the weight as oneDNN wants it, by operators that are private to torch.
-
-    Return None where they are missing, or give another result than the plain product.
-    """
-    operators = _packing()
-    if operators is None:
-        return None
-    reorder, multiply = operators
-    try:
-        laid_out = reorder(weight, _PACK_FOR_ROWS)
-        probe = torch.ones(1, weight.shape[1], dtype=weight.dtype)
-        got, expected = (
-            multiply(probe, laid_out, None, "none", [], ""),
-            probe.float() @ weight.float().T,
-        )
-    except RuntimeError:
-        return None
-    bound = 0.02 * weight.float().abs().sum(1)
-    if not bool(((got.float() - expected).abs() <= bound).all()):
-        return None
-
-    def multiply_padded(x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        size = next((size for size in _PACKED_ROWS if size >= rows), rows)
-        if size > rows:
-            x = torch.nn.functional.pad(x, (0, 0, 0, size - rows))
-        return multiply(x, laid_out, None, "none", [], "")[:rows]
-
-    return multiply_padded, laid_out
-
-
 def widened(weight: Tensor) -> LaidOut:
     """Keep the weight in float32, for types that the CPU would have to emulate.
 
@@ -124,18 +61,6 @@ def widened(weight: Tensor) -> LaidOut:
     """
     dtype, product = weight.dtype, CpuProduct(weight.float())
     return lambda x: product(x.float()).to(dtype), product.weight
-
-
-def in_blocks(weight: Tensor) -> LaidOut:
-    """Multiply rows in blocks of one size, so that the library always computes the same product."""
-    turned = weight.t().contiguous()
-
-    def multiply(x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        whole = torch.nn.functional.pad(x, (0, 0, 0, -rows % _BLOCK_ROWS))
-        return torch.cat([torch.mm(part, turned) for part in whole.split(_BLOCK_ROWS)])[:rows]
-
-    return multiply, turned
 
 
 _LAYOUTS: dict[str, Layout] = {
@@ -191,13 +116,3 @@ def _rows_that_agree(product: Product, weight: Tensor) -> int:
     return (
         most if all(torch.equal(product(x[most - n :]), together[most - n :]) for n in sizes) else 0
     )
-
-
-def _packing() -> tuple[Callable[..., Tensor], Callable[..., Tensor]] | None:
-    """Return oneDNN's operators that pack a weight and multiply by it."""
-    if not torch.backends.mkldnn.is_available():
-        return None
-    try:
-        return torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise
-    except (AttributeError, RuntimeError):
-        return None

@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sidestep.executor.attention.rotary import RotaryTable, frequencies, pair_order
 from sidestep.executor.layers import cpu_product
+from sidestep.executor.layers.layouts import plain_layouts
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.layers.vocab import VocabParallelHead, vocab_shard
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -44,7 +45,7 @@ def test_linear_is_the_plain_product(
 
 
 def test_the_private_operators_are_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_product, "_packing", lambda: None)
+    monkeypatch.setattr(plain_layouts, "_packing", lambda: None)
     monkeypatch.setattr(cpu_product, "_chosen", {})
     weight, x = torch.randn(1024, 700) / 700**0.5, torch.randn(3, 700)
     linear = Linear(weight)

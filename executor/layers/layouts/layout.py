@@ -1,0 +1,27 @@
+"""Matrices as a CPU's products want them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+"""Compute x W^T [T, N] from x [T, K]."""
+
+
+@dataclass(frozen=True)
+class OpaqueWeight:
+    """A matrix in memory of a library, which torch does not know."""
+
+    handle: object
+    """Keeps the memory."""
+    nbytes: int
+    """Size of the memory."""
+
+
+Kept = Tensor | tuple[Tensor, ...] | OpaqueWeight
+"""What a layout keeps a matrix in."""
+LaidOut = tuple[Product, Kept]
+"""A product, and what it keeps the matrix in."""
