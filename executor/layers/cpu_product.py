@@ -8,6 +8,9 @@ when the first such weight is loaded. The layouts below are tried fastest first;
 used whose rows have the same bits for every number of rows that is tried. If none has, rows are
 computed in padded blocks of one size, which is exact by construction.
 
+A quantized matrix has layouts of its own, of which the last is the matrix decoded. They must also
+give the decoded matrix's product.
+
 MKL computes the same bits for all numbers of rows in its strict mode (see
 ipc.config.exact_products_environment), where the CPU has that mode.
 """
@@ -15,10 +18,12 @@ ipc.config.exact_products_environment), where the CPU has that mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.layouts.coded_layouts import float16, int4, int8
 from sidestep.executor.layers.layouts.layout import LaidOut, Product
 from sidestep.executor.layers.layouts.plain_layouts import (
     in_blocks,
@@ -27,6 +32,8 @@ from sidestep.executor.layers.layouts.plain_layouts import (
     transposed,
     transposed_in_fours,
 )
+from sidestep.executor.weights.weight_loader import Matrix
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 _TRIED_ROWS = (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 40, 64, 65, 128, 129, 255, 256)
 """Numbers of rows that a layout is tried with."""
@@ -34,18 +41,26 @@ _TRIAL_PRODUCTS = 10_000_000_000
 """Multiplications that trying one size may take. For large weights, fewer numbers of rows are
 tried."""
 
-Layout = Callable[[Tensor], LaidOut | None]
-"""Lay a weight [N, K] out; None where this CPU has no such product."""
+_CHECKED_ROWS = 4
+"""Rows whose product with a quantized matrix is compared with the decoded matrix's."""
+_TOLERANCE = 2e-3
+"""Largest difference between the two in float32, relative to the products' norms. Numbers in
+float16 give 3e-4."""
+_ROUNDING = 4
+"""Largest difference in other types, in roundings to that type."""
+
+Layout = Callable[[Any], LaidOut | None]
+"""Lay a matrix [N, K] out; None where this CPU has no such product of it."""
 
 
 class CpuProduct:
-    """x W^T for a weight [N, K], laid out so that rows are independent.
+    """x W^T for a matrix [N, K], laid out so that rows are independent.
 
     Each row of the result depends on that row of x alone.
     """
 
-    def __init__(self, weight: Tensor) -> None:
-        self.kind, (self._product, self.weight), self._most_rows = _lay_out(weight)
+    def __init__(self, matrix: Matrix) -> None:
+        self.kind, (self._product, self.weight), self._most_rows = _lay_out(matrix)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [T, N] for x [T, K]."""
@@ -63,56 +78,108 @@ def widened(weight: Tensor) -> LaidOut:
     return lambda x: product(x.float()).to(dtype), product.weight
 
 
+def decoded(matrix: CodedMatrix) -> LaidOut:
+    """Decode the matrix, once and for all."""
+    product = CpuProduct(matrix.decoded())
+    return product, product.weight
+
+
 _LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout
-    for layout in (plain, transposed, transposed_in_fours, packed, widened, in_blocks)
+    for layout in (
+        *(plain, transposed, transposed_in_fours, packed, widened, in_blocks),
+        *(int4, int8, float16, decoded),
+    )
 }
-_chosen: dict[tuple[torch.Size, torch.dtype, int], tuple[str, int]] = {}
-"""By a weight's size and type and the number of threads: its layout, and the number of rows that it
+_chosen: dict[tuple[Any, ...], tuple[str, int]] = {}
+"""By a matrix's size and form and the number of threads: its layout, and the number of rows that it
 takes at once."""
 
 
-def _lay_out(weight: Tensor) -> tuple[str, LaidOut, int]:
-    """Return the layout's name, the weight in it, and the number of rows that it takes at once."""
-    key = weight.shape, weight.dtype, torch.get_num_threads()
+def _lay_out(matrix: Matrix) -> tuple[str, LaidOut, int]:
+    """Return the layout's name, the matrix in it, and the number of rows that it takes at once."""
+    key = _form(matrix), torch.get_num_threads()
     if key not in _chosen:
-        for name in _candidates(weight):
-            laid_out = _LAYOUTS[name](weight)
-            most_rows = 0 if laid_out is None else _rows_that_agree(laid_out[0], weight)
-            if laid_out is not None and most_rows:
-                _chosen[key] = name, most_rows
-                return name, laid_out, most_rows
-        _chosen[key] = in_blocks.__name__, _TRIED_ROWS[-1]
+        for name in _candidates(matrix):
+            if (tried := _tried(name, matrix)) is not None:
+                _chosen[key] = name, tried[1]
+                return name, *tried
+        last = in_blocks if isinstance(matrix, Tensor) else decoded
+        _chosen[key] = last.__name__, _TRIED_ROWS[-1]
     name, most_rows = _chosen[key]
-    laid_out = _LAYOUTS[name](weight)
-    assert laid_out is not None, "the same layout could be had for a weight of the same size"
+    laid_out = _LAYOUTS[name](matrix)
+    assert laid_out is not None, "the same layout could be had for a matrix of the same form"
     return name, laid_out, most_rows
 
 
-def _candidates(weight: Tensor) -> Iterator[str]:
+def _form(matrix: Matrix) -> tuple[Any, ...]:
+    """Return what the choice of a layout depends on."""
+    if isinstance(matrix, Tensor):
+        return matrix.shape, matrix.dtype
+    return matrix.shape, matrix.dtype, matrix.described, matrix.group
+
+
+def _candidates(matrix: Matrix) -> Iterator[str]:
     """Yield the names of layouts, fastest first."""
-    if weight.dtype == torch.float32:
+    if isinstance(matrix, CodedMatrix):
+        yield from ("int4", "int8", "float16")
+    elif matrix.dtype == torch.float32:
         yield from ("packed", "transposed", "transposed_in_fours")
     else:
-        if packed(weight[:1]) is not None:  # oneDNN refuses to pack for a type without instructions
+        if packed(matrix[:1]) is not None:  # oneDNN refuses to pack for a type without instructions
             yield from ("packed", "plain")
         yield "widened"
 
 
-def _rows_that_agree(product: Product, weight: Tensor) -> int:
+def _tried(name: str, matrix: Matrix) -> tuple[LaidOut, int] | None:
+    """Return the matrix in a layout, and the largest number of rows that was tried.
+
+    Return None if the layout must not be used.
+    """
+    laid_out: LaidOut | None
+    if isinstance(matrix, Tensor):
+        laid_out = _LAYOUTS[name](matrix)
+    else:
+        try:
+            laid_out = _LAYOUTS[name](matrix)
+            if laid_out is not None and not _is_product(laid_out[0], matrix):
+                return None
+        except (RuntimeError, TypeError):  # Operators of another version, or without kernels.
+            return None
+    most_rows = 0 if laid_out is None else _rows_that_agree(laid_out[0], matrix)
+    return (laid_out, most_rows) if laid_out is not None and most_rows else None
+
+
+def _rows_that_agree(product: Product, matrix: Matrix) -> int:
     """Return the largest number of rows that was tried.
 
     Return 0 if a row's bits depend on the number of rows.
     """
-    num_outputs, num_inputs = weight.shape
+    num_outputs, num_inputs = matrix.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
     sizes = [
         rows for i, rows in enumerate(_TRIED_ROWS) if i < 5 or sum(_TRIED_ROWS[: i + 1]) <= budget
     ]
     most = sizes[-1]
-    x = torch.randn(most, num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    x = _inputs(most, matrix)
     together = product(x)
     # The last rows, so that their index differs among fewer rows.
     return (
         most if all(torch.equal(product(x[most - n :]), together[most - n :]) for n in sizes) else 0
     )
+
+
+def _is_product(product: Product, matrix: CodedMatrix) -> bool:
+    """Return whether a layout gives the product with the matrix's numbers."""
+    numbers, x = matrix.decoded(torch.float32), _inputs(_CHECKED_ROWS, matrix)
+    expected = x.float() @ numbers.T
+    # Of the order of a sum of numbers with random signs, so that one wrong group would be seen.
+    size = x.float().norm(dim=1)[:, None] * numbers.norm(dim=1)
+    tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(matrix.dtype).eps)
+    return bool(((product(x).float() - expected).abs() <= tolerance * size).all())
+
+
+def _inputs(rows: int, matrix: Matrix) -> Tensor:
+    """Return random inputs [rows, K]."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(rows, matrix.shape[1], generator=generator).to(matrix.dtype)

@@ -39,10 +39,8 @@ class MatrixProduct(Protocol):
 def product_of(matrix: Matrix, bias: Tensor | None) -> MatrixProduct:
     """Return what multiplies with a matrix."""
     if isinstance(matrix, CodedMatrix):
-        if on_gpu(matrix.codes):
-            return CodedGpuMatrix(matrix, bias)
-        # A CPU has no product of these codes that is faster than that of their numbers.
-        return CpuMatrix(matrix.decoded(), bias)
+        on = on_gpu(matrix.codes)
+        return CodedGpuMatrix(matrix, bias) if on else CpuMatrix(matrix, bias)
     return GpuMatrix(matrix, bias) if on_gpu(matrix) else CpuMatrix(matrix, bias)
 
 
@@ -95,10 +93,10 @@ class GpuMatrix:
 
 
 class CpuMatrix:
-    """A matrix in the run's type, on a CPU."""
+    """A matrix on a CPU, plain or quantized."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._product = CpuProduct(weight)
+    def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
+        self._product = CpuProduct(matrix)
         self._bias = bias
 
     @property

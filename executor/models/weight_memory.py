@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.layouts.layout import OpaqueWeight
 from sidestep.executor.parallel.parallel_state import Parallel
 
 
@@ -19,21 +20,26 @@ def weights_of(model: object) -> dict[str, Tensor]:
     """Return all tensors of a model by the paths of their attributes, in the order of building.
 
     A tensor that has several paths is under each of them. The memory that ranks share belongs to
-    `Parallel`, and is no weight.
+    `Parallel`, and is no weight. Nor are weights in memory of a library, of which a CPU has some.
     """
-    return dict(_walk(model, "model", set()))
+    return {
+        path: found for path, found in _walk(model, "model", set()) if isinstance(found, Tensor)
+    }
 
 
 def weight_bytes(model: object) -> int:
     """Return the bytes that the weights of a model take now; those that are freed take none."""
-    tensors = {id(tensor): tensor for tensor in weights_of(model).values()}.values()
-    # A weight that oneDNN has packed has no storage that torch knows.
-    return sum(t.nbytes for t in tensors if t.is_mkldnn or t.untyped_storage().nbytes())
+    return sum(
+        weight.nbytes
+        for weight in {id(found): found for _, found in _walk(model, "model", set())}.values()
+        # A weight that oneDNN has packed has no storage that torch knows.
+        if isinstance(weight, OpaqueWeight) or weight.is_mkldnn or weight.untyped_storage().nbytes()
+    )
 
 
-def _walk(thing: Any, path: str, above: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors below an object. above: ids of the objects on the way to it."""
-    if isinstance(thing, Tensor):
+def _walk(thing: Any, path: str, above: set[int]) -> Iterator[tuple[str, Tensor | OpaqueWeight]]:
+    """Yield the weights below an object. above: ids of the objects on the way to it."""
+    if isinstance(thing, Tensor | OpaqueWeight):
         yield path, thing
     elif isinstance(thing, Parallel | type) or id(thing) in above:
         return

@@ -21,7 +21,7 @@ class OpaqueWeight:
     """Size of the memory."""
 
 
-Kept = Tensor | tuple[Tensor, ...] | OpaqueWeight
+Kept = Tensor | OpaqueWeight | tuple[Tensor | OpaqueWeight, ...]
 """What a layout keeps a matrix in."""
 LaidOut = tuple[Product, Kept]
 """A product, and what it keeps the matrix in."""
