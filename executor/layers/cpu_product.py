@@ -18,6 +18,7 @@ ipc.config.exact_products_environment), where the CPU has that mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,25 +137,30 @@ def _tried(name: str, matrix: Matrix) -> tuple[LaidOut, int] | None:
 
     Return None if the layout must not be used.
     """
-    laid_out: LaidOut | None
     if isinstance(matrix, Tensor):
+        most_rows = _rows_that_agree(name, matrix)
+        laid_out = _LAYOUTS[name](matrix) if most_rows else None
+        return None if laid_out is None else (laid_out, most_rows)
+    try:
         laid_out = _LAYOUTS[name](matrix)
-    else:
-        try:
-            laid_out = _LAYOUTS[name](matrix)
-            if laid_out is not None and not _is_product(laid_out[0], matrix):
-                return None
-        except (RuntimeError, TypeError):  # Operators of another version, or without kernels.
+        if laid_out is None or not _is_product(laid_out[0], matrix):
             return None
-    most_rows = 0 if laid_out is None else _rows_that_agree(laid_out[0], matrix)
-    return (laid_out, most_rows) if laid_out is not None and most_rows else None
+        most_rows = _rows_that_agree(name, matrix)
+    except (RuntimeError, TypeError):  # Operators of another version, or without kernels.
+        return None
+    return (laid_out, most_rows) if most_rows else None
 
 
-def _rows_that_agree(product: Product, matrix: Matrix) -> int:
+def _rows_that_agree(name: str, matrix: Matrix) -> int:
     """Return the largest number of rows that was tried.
 
-    Return 0 if a row's bits depend on the number of rows.
+    Return 0 if a row's bits depend on the number of rows, or there is no such layout.
     """
+    trial = _with_equal_halves(matrix)
+    laid_out = _LAYOUTS[name](trial)
+    if laid_out is None:
+        return 0
+    product, _ = laid_out
     num_outputs, num_inputs = matrix.shape
     budget = _TRIAL_PRODUCTS // max(1, num_outputs * num_inputs)
     sizes = [
@@ -162,11 +168,49 @@ def _rows_that_agree(product: Product, matrix: Matrix) -> int:
     ]
     most = sizes[-1]
     x = _inputs(most, matrix)
+    if trial is not matrix:
+        half = _half(num_inputs)
+        x[:, half : 2 * half] = -x[:, :half]
+        x[:, 2 * half :] = 0
     together = product(x)
     # The last rows, so that their index differs among fewer rows.
     return (
         most if all(torch.equal(product(x[most - n :]), together[most - n :]) for n in sizes) else 0
     )
+
+
+def _with_equal_halves(matrix: Matrix) -> Matrix:
+    """Return a matrix of the same form whose columns' halves are equal, in types of few bits.
+
+    A result in few bits seldom shows the order in which float32 numbers were added. If the inputs'
+    halves differ in sign alone, the sum is zero, but for errors that depend on that order.
+    """
+    if matrix.dtype == torch.float32:
+        return matrix
+    half = _half(matrix.shape[1])
+    if isinstance(matrix, Tensor):
+        return torch.cat([matrix[:, :half], matrix[:, :half], matrix[:, 2 * half :]], 1)
+    codes = matrix.codes.clone()
+    half //= matrix.packed
+    codes[:, half : 2 * half] = codes[:, :half]
+
+    def first_group(part: Tensor | None) -> Tensor | None:
+        return None if part is None else part[:, :1].expand_as(part).contiguous()
+
+    scales = first_group(matrix.scales)
+    assert scales is not None
+    return replace(
+        matrix,
+        codes=codes,
+        scales=scales,
+        zeros=first_group(matrix.zeros),
+        minimums=first_group(matrix.minimums),
+    )
+
+
+def _half(columns: int) -> int:
+    """Return the even number of columns that is half of them, or a little less."""
+    return columns // 4 * 2
 
 
 def _is_product(product: Product, matrix: CodedMatrix) -> bool:

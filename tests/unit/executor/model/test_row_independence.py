@@ -8,7 +8,7 @@ runs them again for a CPU without wide instructions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import pytest
@@ -94,6 +94,25 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
     check(product, x)
     torch.testing.assert_close(product(x), x @ weight.T, rtol=1e-4, atol=1e-5)
     assert product(x[:0]).shape == (0, 40)
+
+
+def test_a_layout_that_adds_in_another_order_is_found_in_spite_of_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behave like a CPU whose sums in float32 depend on the rows, which bfloat16 mostly hides."""
+
+    def by_number_of_rows(weight: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        def multiply(x: Tensor) -> Tensor:
+            parts = (x.float()[:, None] * weight.float()).split(8, -1)
+            sums = [part.sum(-1) for part in (parts if len(x) % 2 else reversed(parts))]
+            return reduce(torch.add, sums).to(weight.dtype)
+
+        return multiply, weight
+
+    monkeypatch.setitem(cpu_product._LAYOUTS, "plain", by_number_of_rows)
+    monkeypatch.setattr(cpu_product, "_candidates", lambda matrix: iter(["plain"]))
+    monkeypatch.setattr(cpu_product, "_chosen", {})
+    assert CpuProduct(torch.randn(6, 1024).bfloat16()).kind == "in_blocks"
 
 
 @pytest.mark.parametrize("width", [94, 1000, 3072, 14336])
