@@ -105,7 +105,8 @@ def test_a_layout_that_adds_in_another_order_is_found_in_spite_of_rounding(
         def multiply(x: Tensor) -> Tensor:
             parts = (x.float()[:, None] * weight.float()).split(8, -1)
             sums = [part.sum(-1) for part in (parts if len(x) % 2 else reversed(parts))]
-            return reduce(torch.add, sums).to(weight.dtype)
+            added: Tensor = reduce(torch.add, sums)
+            return added.to(weight.dtype)
 
         return multiply, weight
 
