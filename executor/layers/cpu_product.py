@@ -217,7 +217,7 @@ def _is_product(product: Product, matrix: CodedMatrix) -> bool:
     """Return whether a layout gives the product with the matrix's numbers."""
     numbers, x = matrix.decoded(torch.float32), _inputs(_CHECKED_ROWS, matrix)
     expected = x.float() @ numbers.T
-    # Of the order of a sum of numbers with random signs, so that one wrong group would be seen.
+    # A sum of numbers with random signs is of this order, so one wrong group would be seen.
     size = x.float().norm(dim=1)[:, None] * numbers.norm(dim=1)
     tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(matrix.dtype).eps)
     return bool(((product(x).float() - expected).abs() <= tolerance * size).all())

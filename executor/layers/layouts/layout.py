@@ -22,6 +22,6 @@ class OpaqueWeight:
 
 
 Kept = Tensor | OpaqueWeight | tuple[Tensor | OpaqueWeight, ...]
-"""What a layout keeps a matrix in."""
+"""The memory that a layout keeps a matrix in."""
 LaidOut = tuple[Product, Kept]
-"""A product, and what it keeps the matrix in."""
+"""A product, and the memory that it keeps the matrix in."""

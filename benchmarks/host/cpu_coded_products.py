@@ -1,6 +1,6 @@
 """Measure products with quantized matrices on this CPU, against the same product in float32.
 
-    python benchmarks/kernels/cpu_coded_products.py [--threads 2] [--rows 1 8 64] [--seconds 0.5]
+    python benchmarks/host/cpu_coded_products.py [--threads 2] [--rows 1 8 64] [--seconds 0.5]
 
 The layouts of executor/layers/layouts/coded_layouts.py are based on these figures. A line has the
 layout that is chosen for a form and a type of inputs, its bytes a weight, the microseconds of a
