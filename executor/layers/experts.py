@@ -108,10 +108,10 @@ class ExpertWeights(Protocol):
     experts: range
     """Numbers in the model of this rank's experts."""
 
-    def gate_up(self, expert: int) -> ExpertMatrix:
+    def gate_up(self, expert: int) -> ExpertMatrix | CodedMatrix:
         """Return the gate's matrix over the other's, [2 F, D]. expert: its number in the model."""
 
-    def down(self, expert: int) -> ExpertMatrix:
+    def down(self, expert: int) -> ExpertMatrix | CodedMatrix:
         """Return the matrix [D, F]."""
 
 
@@ -133,33 +133,38 @@ class SeparateExperts:
         self.experts = experts_of_rank(spec, parallel)
         self._part = range(spec.width) if spec.whole else parallel.share(spec.width)
 
-    def gate_up(self, expert: int) -> ExpertMatrix:
+    def gate_up(self, expert: int) -> ExpertMatrix | CodedMatrix:
         """Return the gate's matrix over the other's, [2 F, D]."""
         gate, up, _ = matrix_names(self.spec, self._name, expert)
         shape = self.spec.width, self._hidden_size
         parts = {one: self._weights.matrix(one, shape, rows=self._part) for one in (gate, up)}
-        return _plain(gate, stacked(parts))
+        return expert_matrix(stacked(parts))
 
-    def down(self, expert: int) -> ExpertMatrix:
+    def down(self, expert: int) -> ExpertMatrix | CodedMatrix:
         """Return the matrix [D, F]."""
         _, _, down = matrix_names(self.spec, self._name, expert)
         shape = self._hidden_size, self.spec.width
-        return _plain(down, self._weights.matrix(down, shape, columns=self._part))
+        return expert_matrix(self._weights.matrix(down, shape, columns=self._part))
 
 
-def _plain(name: str, matrix: Matrix) -> ExpertMatrix:
-    """Return the numbers of a matrix, which a CPU multiplies with.
+def expert_matrix(matrix: Matrix) -> ExpertMatrix | CodedMatrix:
+    """Return an expert's matrix: one in the run's type as a GPU's kernels take it."""
+    return ExpertMatrix(matrix) if isinstance(matrix, Tensor) else matrix
 
-    Raises EngineStartError for a quantized one on a GPU.
+
+def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix:
+    """Return an expert's matrix as a GPU's kernels take it.
+
+    Raises EngineStartError for codes that no kernel reads.
     """
-    if isinstance(matrix, CodedMatrix):
-        if on_gpu(matrix.codes):
-            raise EngineStartError(
-                f"model: {name} is quantized ({matrix.described}), which is not supported for "
-                "experts on a GPU; supported are plain experts there, and quantized ones on a CPU"
-            )
-        return ExpertMatrix(matrix.decoded())
-    return ExpertMatrix(matrix)
+    if isinstance(matrix, ExpertMatrix):
+        return matrix
+    try:
+        return ExpertMatrix.of(matrix)
+    except ValueError as error:
+        raise EngineStartError(
+            f"model: {error} on a GPU; supported are fp8, int8 and int4 with zeros"
+        ) from None
 
 
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
@@ -170,7 +175,9 @@ _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
 """Way in which a checkpoint stores experts -> what loads them."""
 
 
-def _linear(matrix: ExpertMatrix, dtype: torch.dtype) -> Linear:
+def _linear(matrix: ExpertMatrix | CodedMatrix, dtype: torch.dtype) -> Linear:
+    if isinstance(matrix, CodedMatrix):
+        return Linear(matrix)
     return Linear(matrix.decoded(dtype).values, matrix.bias)
 
 
@@ -182,7 +189,7 @@ class CpuExperts:
     """
 
     def __init__(self, weights: ExpertWeights, dtype: torch.dtype) -> None:
-        """Load the experts one by one, and decode them to the run's type."""
+        """Load the experts one by one."""
         self._activation = weights.spec.activation
         self._gate_up = [_linear(weights.gate_up(expert), dtype) for expert in weights.experts]
         self._down = [_linear(weights.down(expert), dtype) for expert in weights.experts]
@@ -244,13 +251,15 @@ class GpuExperts:
         )
 
 
-def _stacked(matrix: Callable[[int], ExpertMatrix], experts: Sequence[int]) -> ExpertMatrix:
+def _stacked(
+    matrix: Callable[[int], ExpertMatrix | CodedMatrix], experts: Sequence[int]
+) -> ExpertMatrix:
     """Return the matrices of these experts as one. They are loaded one by one."""
-    first = matrix(experts[0])
+    first = on_device(matrix(experts[0]))
     stack = first.room_for(len(experts))
     stack.put(0, first)
     for index, expert in enumerate(experts[1:], 1):
-        stack.put(index, matrix(expert))
+        stack.put(index, on_device(matrix(expert)))
     return stack
 
 

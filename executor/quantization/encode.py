@@ -26,7 +26,7 @@ def encode(weight: Tensor, scheme: WeightScheme) -> CodedMatrix:
     rows, columns = weight.shape
     height, width = scheme.rows or rows, scheme.columns or columns
     groups = _in_groups(weight, height, width)
-    if scheme.offset:
+    if scheme.fitted:
         codes, scales, minimums = _fitted(groups)
     else:
         scales = _short(groups.abs().amax((1, 3), keepdim=True) / _LARGEST[scheme.kind])
@@ -34,10 +34,10 @@ def encode(weight: Tensor, scheme: WeightScheme) -> CodedMatrix:
     return CodedMatrix(
         kind=scheme.kind,
         codes=_codes(codes.flatten(0, 1).flatten(1)[:rows, :columns], scheme),
-        scales=scales[:, 0, :, 0],
+        scales=scales[:, 0, :, 0].contiguous(),
         group=(height, width),
         dtype=weight.dtype,
-        minimums=None if minimums is None else minimums[:, 0, :, 0],
+        minimums=None if minimums is None else minimums[:, 0, :, 0].contiguous(),
     )
 
 

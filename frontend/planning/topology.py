@@ -108,7 +108,7 @@ def _size(
     item: bytes of a number.
     """
     layers = split_layers(spec, pp)
-    # A GPU multiplies with codes; a CPU with the numbers that they stand for.
+    # A GPU multiplies with codes; a CPU may do so with the numbers that they stand for.
     codes = bool(machine.gpus)
     stages = [
         Shard(spec, tp, stage_of(layers, i), max_model_len, itemsize=item, keeps_codes=codes)

@@ -42,6 +42,11 @@ class ExpertMatrix(NamedTuple):
         """The number of outputs."""
         return self.values.shape[-2]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """N, and the columns of its values."""
+        return self.values.shape[-2], self.values.shape[-1]
+
     @classmethod
     def of(cls, matrix: CodedMatrix, bias: Tensor | None = None) -> ExpertMatrix:
         """Return an expert's coded matrix. Raises ValueError for codes that no kernel reads."""

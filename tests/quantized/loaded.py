@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
+from sidestep.executor.layers import matrix_products
+from sidestep.executor.layers.matrix_products import CpuMatrix
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import load_model
 from sidestep.executor.models.weight_memory import weights_of
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 
@@ -18,7 +22,10 @@ from sidestep.ipc.model.model_spec import load_model_spec
 def loaded(
     path: str, rank: int = 0, ranks: int = 1, *, whole_experts: bool = False, **model: Any
 ) -> DecoderForCausalLM:
-    """Return a rank's part of a model in float32. model: fields of ModelConfig."""
+    """Return a rank's part of a model in float32, with matrices decoded, so as to compare them.
+
+    model: fields of ModelConfig.
+    """
     from sidestep.ipc.config import with_whole_experts
 
     spec = load_model_spec(path, quantization=model.get("quantization"))
@@ -31,7 +38,16 @@ def loaded(
         scheduler=SchedulerConfig(),
         max_model_len=256,
     )
-    return load_model(args, LoneRank(rank, ranks), torch.float32, torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_products, "CpuMatrix", DecodedMatrix)
+        return load_model(args, LoneRank(rank, ranks), torch.float32, torch.device("cpu"))
+
+
+class DecodedMatrix(CpuMatrix):
+    """Multiplies with the numbers of a matrix."""
+
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None) -> None:
+        super().__init__(matrix if isinstance(matrix, torch.Tensor) else matrix.decoded(), bias)
 
 
 def check_equal(found: DecoderForCausalLM, expected: DecoderForCausalLM, rtol: float) -> None:

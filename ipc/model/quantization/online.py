@@ -12,7 +12,7 @@ from sidestep.ipc.model.quantization.weight_scheme import (
 ONLINE: dict[str, WeightScheme] = {
     "fp8": WeightScheme(kind="fp8"),
     "int8": WeightScheme(kind="int8"),
-    "int4": WeightScheme(kind="int4", columns=32, offset=True),
+    "int4": WeightScheme(kind="int4", columns=32, offset=True, fitted=True),
 }
 """Name of the option's choice -> the form that matrices get."""
 

@@ -34,6 +34,8 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """Columns that share a scale; 0 for all."""
     offset: bool = False
     """Whether groups have a zero or a minimum of their own."""
+    fitted: bool = False
+    """Whether groups of four bits have a minimum rather than a zero; see encode."""
     scale_bytes: int = _SCALE_BYTES
     """Bytes in which a worker keeps a scale."""
     decoded: bool = False
@@ -55,7 +57,8 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
         rows, columns = self.rows or num_rows, self.columns or num_columns
         groups = -(-num_rows // rows) * -(-num_columns // columns)
         # The zero of four bits is a code; that of more bits is kept as a minimum, like a scale.
-        offset = self.offset * (1 if self.bits < 8 else _SCALE_BYTES)
+        is_code = self.bits < 8 and not self.fitted
+        offset = self.offset * (1 if is_code else _SCALE_BYTES)
         return num_rows * num_columns * self.bits // 8 + groups * (self.scale_bytes + offset)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sidestep.executor.layers.experts import CpuExperts, SeparateExperts
+from sidestep.executor.layers.experts import CpuExperts, SeparateExperts, on_device
 from sidestep.executor.layers.packed_experts import Matrix, unpack_experts
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import find_experts
@@ -102,9 +102,9 @@ def test_of_packed_experts_a_rank_reads_its_part_alone(
         loaded = SeparateExperts(experts, spec.hidden_size, weights, "model.layers.1.mlp", RANK_1)
         whole = load_file(f"{packed}/model.safetensors")
         gate_up = whole["model.layers.1.mlp.experts.gate_up_proj"][4].unflatten(0, (2, -1))
-        assert torch.equal(loaded.gate_up(4).values, gate_up[:, 18:].flatten(0, 1))
+        assert torch.equal(on_device(loaded.gate_up(4)).values, gate_up[:, 18:].flatten(0, 1))
         down = whole["model.layers.1.mlp.experts.down_proj"][4]
-        assert torch.equal(loaded.down(4).values, down[:, 18:])
+        assert torch.equal(on_device(loaded.down(4)).values, down[:, 18:])
     assert sum(one.numel() for one in read) == 3 * 18 * 48
 
 
@@ -139,8 +139,8 @@ def test_a_rank_with_whole_experts_reads_no_others(packed: bool, tmp_path: Path)
         loaded = SeparateExperts(experts, spec.hidden_size, weights, "model.layers.1.mlp", RANK_1)
         assert loaded.experts == range(4, 8)
         for expert in loaded.experts:
-            assert loaded.gate_up(expert).values.shape == (2 * 24, 48)
-            assert loaded.down(expert).values.shape == (48, 24)
+            assert loaded.gate_up(expert).shape == (2 * 24, 48)
+            assert loaded.down(expert).shape == (48, 24)
         weights.ignore("lm_head", "model.embed", "model.norm", "model.layers.0", "model.layers.2")
         layer = "model.layers.1"
         weights.ignore(f"{layer}.self_attn", f"{layer}.input_layernorm", f"{layer}.post_attention")

@@ -241,12 +241,8 @@ def test_embeddings_are_not_read_in_a_quantized_form(tmp_path: Path) -> None:
         load_model_spec(path)
 
 
-def test_quantized_experts_are_refused_on_a_gpu(tmp_path: Path) -> None:
-    def encode(name: str, weight: Tensor) -> Any:
-        return block_fp8(32, 32)(name, weight) if ".experts." in name else None
-
-    case = Case({**FP8, "weight_block_size": [32, 32]}, encode, family="qwen3-moe", changes={})
-    path = write(case, tmp_path).quantized
+def test_experts_with_minimums_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    path = write_model("qwen3-moe", tmp_path)
     with like_gpu(Gpu(90, 132), "cpu"):
-        message = refusal(path)
-    assert "experts.0.gate_proj is quantized (fp8" in message and "on a GPU" in message
+        message = refusal(path, quantization="int4")
+    assert "int4 in groups of 32 is not supported for experts on a GPU" in message
