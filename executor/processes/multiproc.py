@@ -28,6 +28,7 @@ from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.shm_ring import (
     DEFAULT_SLOTS,
     RingClosed,
+    RingDamagedError,
     RingReader,
     RingSpec,
     RingWriter,
@@ -234,7 +235,7 @@ class MultiprocExecutor(Executor):
         """
         replies = self._replies[rank]
         closed = replies.clear_bell()
-        while (message := replies.receive()) is not None:
+        while (message := self._receive(rank)) is not None:
             kind, data = message
             if kind == Reply.OUTPUT:
                 return StepOutput.decode(data)
@@ -247,6 +248,14 @@ class MultiprocExecutor(Executor):
         if closed and rank not in self._failures and rank not in self._gone:
             self._gone.append(rank)
         return None
+
+    def _receive(self, rank: int) -> tuple[int, memoryview] | None:
+        """Return a rank's next message. A message that was damaged ends the engine."""
+        try:
+            return self._replies[rank].receive()
+        except RingDamagedError as damage:
+            name = self._config.parallel.rank_name(rank)
+            raise EngineDeadError(f"the core cannot go on with {name}: {damage}") from None
 
     @property
     def _has_failed(self) -> bool:

@@ -20,6 +20,7 @@ import select
 import struct
 import tempfile
 import time
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,8 +28,9 @@ from sidestep.ipc.config import available_cores
 
 _LINE = 64
 """Bytes of a cache line."""
-_SLOT_HEADER = struct.Struct("<IHH")
-"""Bytes in this slot, kind of message, whether the message goes on in the next slot."""
+_SLOT_HEADER = struct.Struct("<IHHII")
+"""Bytes in this slot, kind of message, whether the message goes on in the next slot, checksum, and
+nothing, so that payloads begin at multiples of 8 bytes."""
 DEFAULT_SLOT_BYTES = 1 << 18
 """Bytes of payload in a slot."""
 DEFAULT_SLOTS = 16
@@ -43,6 +45,10 @@ fewer.
 
 class RingClosed(Exception):
     """The writer's process has ended (for a reader) or no reader makes room (for a writer)."""
+
+
+class RingDamagedError(Exception):
+    """A message is not the one that was written."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,11 @@ def _unnamed_memory() -> int:
         return os.memfd_create("sidestep-ring")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def _checksum(payload: memoryview, count: int) -> int:
+    """Return the checksum of a payload as the ring's slot with this number."""
+    return zlib.crc32(payload, count & 0xFFFFFFFF)
 
 
 def _size(num_readers: int, num_slots: int, slot_bytes: int) -> int:
@@ -155,7 +166,9 @@ class RingWriter(_Ring):
         return start + _SLOT_HEADER.size, self._spec.slot_bytes, start
 
     def _close_slot(self, start: int, kind: int, end: int, *, more: bool) -> None:
-        _SLOT_HEADER.pack_into(self._data, start, end - start - _SLOT_HEADER.size, kind, more)
+        first = start + _SLOT_HEADER.size
+        checksum = self._seal(self._data[first:end])
+        _SLOT_HEADER.pack_into(self._data, start, end - first, kind, more, checksum, 0)
         self._count += 1
         self._counters[0] = self._count
         for bell in self._spec.bells_out:
@@ -165,6 +178,10 @@ class RingWriter(_Ring):
                 pass  # the pipe is full of rings that the reader has yet to see
             except BrokenPipeError:
                 raise RingClosed("the reader has gone") from None
+
+    def _seal(self, payload: memoryview) -> int:
+        """Return the checksum of the next slot's payload; tests change the payload behind it."""
+        return _checksum(payload, self._count)
 
     def _is_full(self) -> bool:
         return (
@@ -209,15 +226,12 @@ class RingReader(_Ring):
     def receive(self) -> tuple[int, memoryview] | None:
         """Return the next message as (kind, bytes); None if there is none.
 
-        The bytes are valid until the next call.
+        The bytes are valid until the next call. Raises RingDamagedError.
         """
         self._release()
         if self._counters[0] <= self._count:
             return None
-        start = self._slot(self._count)
-        length, kind, more = _SLOT_HEADER.unpack_from(self._data, start)
-        view = self._data[start + _SLOT_HEADER.size : start + _SLOT_HEADER.size + length]
-        self._count += 1
+        kind, more, view = self._read_slot()
         if not more:
             self._held = 1
             return kind, view
@@ -259,12 +273,28 @@ class RingReader(_Ring):
             self._counters[self._counter] = self._count
             if not self.wait(30.0):
                 raise RingClosed("the rest of a message did not come")
-            start = self._slot(self._count)
-            length, _, more = _SLOT_HEADER.unpack_from(self._data, start)
-            message += self._data[start + _SLOT_HEADER.size : start + _SLOT_HEADER.size + length]
-            self._count += 1
+            _, more, view = self._read_slot()
+            message += view
         self._held = 1
         return memoryview(message)
+
+    def _read_slot(self) -> tuple[int, bool, memoryview]:
+        """Return kind, whether the message goes on, and the payload of the next slot."""
+        start = self._slot(self._count)
+        length, kind, more, checksum, _ = _SLOT_HEADER.unpack_from(self._data, start)
+        first = start + _SLOT_HEADER.size
+        view = self._arrived(kind, self._data[first : first + length])
+        if _checksum(view, self._count) != checksum:
+            raise RingDamagedError(
+                f"message {self._count} of a ring is not as it was written "
+                f"({length} bytes, kind {kind})"
+            )
+        self._count += 1
+        return kind, bool(more), view
+
+    def _arrived(self, kind: int, payload: memoryview) -> memoryview:
+        """Return the payload as this process sees it; tests change it here on its way."""
+        return payload
 
     def _release(self) -> None:
         if self._held:

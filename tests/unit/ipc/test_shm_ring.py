@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sidestep.ipc.processes.process import spawn
-from sidestep.ipc.transport.shm_ring import RingClosed, RingReader, RingWriter, create_ring
+from sidestep.ipc.transport.shm_ring import (
+    RingClosed,
+    RingDamagedError,
+    RingReader,
+    RingWriter,
+    create_ring,
+)
 
 
 def read_all(reader: RingReader, count: int, into: list[tuple[int, bytes]]) -> None:
@@ -94,3 +100,39 @@ def test_a_ring_needs_no_room_in_shared_memory_that_containers_bound() -> None:
     assert os.readlink(f"/proc/self/fd/{spec.memory}").startswith("/memfd:")
     for descriptor in (spec.memory, *spec.bells_in, *spec.bells_out):
         os.close(descriptor)
+
+
+class NoisyReader(RingReader):
+    """A reader that sees one bit of a slot changed."""
+
+    changed_slot = 0
+    changed_byte = 0
+
+    def _arrived(self, kind: int, payload: memoryview) -> memoryview:
+        seen = bytearray(payload)
+        if self._count == self.changed_slot:
+            seen[self.changed_byte] ^= 1
+        return memoryview(seen)
+
+
+@pytest.mark.parametrize(
+    ("size", "slot", "byte"), [(1, 0, 0), (256, 0, 255), (700, 1, 100), (700, 2, 5)]
+)
+def test_a_message_that_was_changed_on_its_way_is_refused(size: int, slot: int, byte: int) -> None:
+    spec = create_ring(1, 4, slot_bytes=256)
+    writer, reader = RingWriter(spec), NoisyReader(spec, 0)
+    reader.changed_slot, reader.changed_byte = slot, byte
+    writer.send([bytes(size)])
+    with pytest.raises(RingDamagedError, match="not as it was written"):
+        reader.receive()
+
+
+def test_a_message_in_the_place_of_another_is_refused() -> None:
+    spec = create_ring(1, 2, slot_bytes=64)
+    writer, reader, late = RingWriter(spec), RingReader(spec, 0), RingReader(spec, 0)
+    for text in (b"one", b"two", b"three"):
+        writer.send([text])
+        assert (message := reader.receive()) is not None and bytes(message[1]) == text
+    assert reader.receive() is None
+    with pytest.raises(RingDamagedError, match="message 0 of a ring"):
+        late.receive()
