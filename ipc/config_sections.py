@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sidestep.ipc.common.fault_plan import check_faults
 from sidestep.ipc.common.options import (
     Options,
     option,
@@ -397,6 +398,11 @@ class ParallelConfig(Options):
         "Device 'fake' only: how long a step keeps the device, or each stage, busy, in "
         "milliseconds.",
     )
+    fake_faults: dict[str, Any] | None = option(
+        None,
+        "Device 'fake' only: a fault plan, as JSON: deaths and other faults that tests want.",
+        parse=parse_mapping,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -423,6 +429,7 @@ class ParallelConfig(Options):
             "fake_step_ms",
             f"has a meaning only with device 'fake', not {self.device!r}",
         )
+        check_faults(self.fake_faults, self.device)
 
     @property
     def num_ranks(self) -> int:

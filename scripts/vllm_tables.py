@@ -28,6 +28,7 @@ OURS_ALONE = {
     "pipeline_layers",
     "cpu_threads",
     "fake_step_ms",
+    "fake_faults",
     "profiler_dir",
     "max_num_queued_reqs",
     "max_num_queued_tokens",

@@ -21,6 +21,12 @@ from dataclasses import dataclass
 import msgspec
 
 from sidestep.executor.gpu.cuda_driver import begin_context, has_driver
+from sidestep.executor.processes.fake_faults import (
+    FaultyReader,
+    FaultyRunner,
+    FaultyWriter,
+    faults_of,
+)
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
@@ -55,6 +61,10 @@ class Reply(enum.IntEnum):
     """JSON of Failure: the worker could not start, or a step or call raised."""
     ANSWER = 3
     """MessagePack of CallAnswer."""
+
+
+class MessageLostError(Exception):
+    """A message of the core has not come, so the tables of this rank are not those it expects."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -218,7 +228,8 @@ def _know_triton() -> None:
 def main(raw: bytes) -> None:
     """Run the process."""
     args = decode_args(raw, WorkerProcArgs)
-    replies = RingWriter(args.replies)
+    faults = faults_of(args.worker)
+    replies = FaultyWriter(args.replies, faults) if faults else RingWriter(args.replies)
     try:
         runner = load_runner(args)
     except EngineStartError as error:
@@ -230,7 +241,11 @@ def main(raw: bytes) -> None:
     try:
         replies.send([msgspec.json.encode(runner.ready)], Reply.READY)
         freeze_heap()
-        run_steps(runner, RingReader(args.steps, args.reader), replies, answers=args.worker.answers)
+        steps = RingReader(args.steps, args.reader)
+        if faults:
+            runner = FaultyRunner(runner, faults)
+            steps = FaultyReader(args.steps, args.reader, faults)
+        run_steps(runner, steps, replies, answers=args.worker.answers)
     except RingClosed:
         pass  # the core has ended
     except Exception:
@@ -244,6 +259,7 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
     Masks that the runner does not ask for are dropped: this stage comes before the last.
     """
     drain, calls = OutputDrain(replies), deque[SentCall]()
+    num_steps = 0
     while True:
         while calls:
             drain.put(Answering(runner.answer(calls.popleft())))
@@ -256,6 +272,9 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
             continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])
+        if step.step_id != num_steps:
+            raise MessageLostError(f"step {step.step_id} has come in the place of {num_steps}")
+        num_steps += 1
         if step.awaits_masks:  # the step's bytes must outlive the arrival of the next message
             step = StepInput.decode(bytes(message[1]))
         pending = runner.execute(step, lambda: receive_masks(runner, steps, drain, calls))
@@ -278,7 +297,8 @@ def receive_masks(
         elif message[0] == Order.CALL:
             calls.append(decode_call(message[1]))
         else:
-            assert message[0] == Order.MASKS
+            if message[0] != Order.MASKS:
+                raise MessageLostError("the next step has come in the place of a step's masks")
             return StepMasks.decode(message[1])
 
 

@@ -55,6 +55,7 @@ def write(folder: Path, **changes: Any) -> str:
         ("scheduling_policy", "lottery"),
         ("max_model_len", "long"),
         ("fake_step_ms", 3.0),
+        ("fake_faults", {"faults": []}),
         ("num_kv_blocks", 0),
         ("max_num_batched_tokens", True),
         ("stream_interval", 0),
