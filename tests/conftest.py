@@ -37,9 +37,15 @@ if not torch.cuda.is_available():
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --screenshots, which makes the tests of the page write the docs' pictures."""
+    """Add --screenshots, which makes the tests of the page write the docs' pictures.
+
+    Add --fault-plans, the number of random fault plans that are run.
+    """
     parser.addoption(
         "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
+    )
+    parser.addoption(
+        "--fault-plans", type=int, default=20, metavar="N", help="run the first N fault plans"
     )
 
 

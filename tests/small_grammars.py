@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from sidestep.engine_core.requests.mask_job import FOREVER
 from sidestep.engine_core.requests.request import Request, grammars_of
@@ -110,18 +110,28 @@ class SmallGrammars(Grammars):
     ) -> list[int]:
         """Return the tokens that a request must give, whatever runs beside it."""
         assert self._tokenizer is not None
-        matcher = LLMatcher(self._tokenizer, grammar.text, limits=grammar_limits())
-        state, tokens = 0, list[int]()
-        for token in prompt:
-            state = chain(state, token)
-        while len(tokens) < count and not matcher.is_stopped():
-            allowed = np.flatnonzero(
-                np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            )
-            tokens.append(int(allowed[next_token(state, seed, len(allowed))]))
-            assert matcher.consume_token(tokens[-1])
-            state = chain(state, tokens[-1])
-        return tokens
+        return expected_in_grammar(self._tokenizer, grammar.text, prompt, count, seed)
+
+
+def expected_in_grammar(
+    tokenizer: LLTokenizer, grammar: str, prompt: Sequence[int], count: int, seed: int
+) -> list[int]:
+    """Return the tokens that a request with a grammar must give.
+
+    grammar: as llguidance reads it.
+    """
+    matcher = LLMatcher(tokenizer, grammar, limits=grammar_limits())
+    state, tokens = 0, list[int]()
+    for token in prompt:
+        state = chain(state, token)
+    while len(tokens) < count and not matcher.is_stopped():
+        allowed = np.flatnonzero(
+            np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        )
+        tokens.append(int(allowed[next_token(state, seed, len(allowed))]))
+        assert matcher.consume_token(tokens[-1])
+        state = chain(state, tokens[-1])
+    return tokens
 
 
 def matcher_of(request: Request) -> LLMatcher:

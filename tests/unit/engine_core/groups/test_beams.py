@@ -32,6 +32,7 @@ def search_alone(
     params: BeamSearchParams,
     eos: tuple[int, ...] = (),
     max_tokens: int | None = None,
+    vocab_size: int = VOCAB_SIZE,
 ) -> list[list[int]]:
     """Return the search's result when each beam is a plain list of tokens.
 
@@ -43,7 +44,7 @@ def search_alone(
     while True:
         given = []
         for state in states:
-            rated = candidates(state, params.num_candidates(len(ends)), VOCAB_SIZE)
+            rated = candidates(state, params.num_candidates(len(ends)), vocab_size)
             given.append(
                 Candidates(
                     np.array([t for _, t in rated], np.int32),

@@ -1,0 +1,209 @@
+"""Runs a fault plan against an engine with real processes, and returns what went wrong.
+
+Nothing waits for a guessed time. Clients wait for one another's outputs, and what never comes is a
+problem of the plan after `LIMIT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError
+from sidestep.ipc.common.fault_plan import Fault
+from tests.integration.faults.asks import Ask, Reference
+from tests.integration.faults.history import History
+from tests.integration.faults.plans import Plan, causes
+from tests.waiting import until
+
+LIMIT_S = 60.0
+"""Seconds for all clients of a plan. They need one or two; a hang takes all."""
+_STALL_S = 0.5
+"""Seconds without progress after which the run ends a replica that its plan stops or deafens."""
+
+
+class Run:
+    """One run of a plan."""
+
+    def __init__(self, plan: Plan, folder: str, reference: Reference) -> None:
+        """Start nothing yet. folder: the model's."""
+        self._plan, self._folder, self._reference = plan, folder, reference
+        self._histories: list[History] = []
+        self._begun: list[asyncio.Event] = [asyncio.Event() for _ in plan.asks]
+        """By ask: its first output, or its end, has come."""
+        self._problems: list[str] = []
+
+    async def run(self) -> list[str]:
+        """Run the plan, and return what was wrong."""
+        before = set(psutil.Process().children(recursive=True))
+        plan = self._plan
+        with _own_folder() as folder:
+            llm = AsyncLLM.from_engine_args(
+                EngineArgs(
+                    model=self._folder,
+                    device="fake",
+                    fake_faults=msgspec.to_builtins(plan.fault_plan),
+                    **plan.options,
+                )
+            )
+            frontends = [llm]
+            try:
+                for _ in range(1, plan.num_frontends):
+                    frontends.append(AsyncLLM.join(await llm.invite()))
+                await self._serve(frontends)
+            finally:
+                children = set(psutil.Process().children(recursive=True)) - before
+                for each in reversed(frontends):
+                    each.shutdown()
+            _, orphans = psutil.wait_procs(children, timeout=LIMIT_S)
+            if orphans:
+                self._problems.append(f"processes are left: {orphans}")
+            if left := os.listdir(folder):
+                self._problems.append(f"files are left: {left}")
+        return self._problems
+
+    async def _serve(self, frontends: Sequence[AsyncLLM]) -> None:
+        """Serve all clients, then one of each frontend, and check what they got."""
+        guard = asyncio.create_task(self._end_stalled(frontends[0]))
+        try:
+            await self._ask_all(frontends, self._plan.asks)
+            if not frontends[0].errored:
+                self._begun += [asyncio.Event() for _ in frontends]
+                last = [
+                    Ask(prompt=[9, 8, 7], max_tokens=5, seed=i, frontend=i)
+                    for i in range(len(frontends))
+                ]
+                await self._ask_all(frontends, last)
+            await self._check_leaks(frontends)
+        finally:
+            guard.cancel()
+            await asyncio.gather(guard, return_exceptions=True)
+        is_alive = any(status.dead is None for status in frontends[0].replicas)
+        named = [cause for fault in self._plan.faults for cause in causes(fault)]
+        for index, history in enumerate(self._histories):
+            for problem in history.check(self._reference, must_complete=is_alive, causes=named):
+                self._problems.append(f"request {index}: {problem}")
+
+    async def _ask_all(self, frontends: Sequence[AsyncLLM], asks: Sequence[Ask]) -> None:
+        first = len(self._histories)
+        histories = [History(ask) for ask in asks]
+        self._histories += histories
+        tasks = [
+            asyncio.create_task(self._ask(first + i, frontends[history.ask.frontend], history))
+            for i, history in enumerate(histories)
+        ]
+        _, pending = await asyncio.wait(tasks, timeout=LIMIT_S)
+        for task in pending:
+            index = tasks.index(task)
+            self._problems.append(f"request {first + index} never ended: {histories[index]}")
+            histories[index].has_left = True
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in tasks:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    async def _ask(self, index: int, llm: AsyncLLM, history: History) -> None:
+        """Be a client."""
+        ask = history.ask
+        if ask.starts_after is not None:
+            await self._begun[ask.starts_after].wait()
+        try:
+            if ask.beam_width:
+                history.take_beams(
+                    await llm.beam_search(ask.prompt, ask.search, priority=ask.priority)
+                )
+                return
+            stream = llm.generate(ask.prompt, ask.sampling, priority=ask.priority)
+            async with contextlib.aclosing(stream):
+                async for output in stream:
+                    history.take(output)
+                    self._begun[index].set()
+                    if history.num_outputs == ask.leaves_after:
+                        history.has_left = True
+                        return
+        except EngineDeadError as error:
+            history.error = error
+        finally:
+            self._begun[index].set()
+
+    async def _end_stalled(self, llm: AsyncLLM) -> None:
+        """Kill what the plan hangs, or leaves without a message, once its replica stalls.
+
+        A supervisor will do this for users.
+        """
+        pids = llm.pids
+        watched = {
+            (replica, fault)
+            for fault in self._plan.faults
+            if fault.kind in ("hang", "drop")
+            for replica in range(self._plan.num_replicas)
+            if fault.replica in (None, replica)
+        }
+        while watched:
+            for replica, fault in list(watched):
+                if await self._is_stalled(llm, replica):
+                    prefix = f"replica_{replica}_" if self._plan.num_replicas > 1 else ""
+                    victim = _victim(fault)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pids[prefix + victim], signal.SIGKILL)
+                    watched.discard((replica, fault))
+            await asyncio.sleep(0.01)
+
+    async def _is_stalled(self, llm: AsyncLLM, replica: int) -> bool:
+        try:
+            answer = await llm._replicas.ask(replica, "ping", timeout_s=_STALL_S)
+        except EngineStalledError:
+            return True
+        except EngineDeadError:
+            return False
+        return (answer.result or {})["seconds_since_progress"] > _STALL_S
+
+    async def _check_leaks(self, frontends: Sequence[AsyncLLM]) -> None:
+        """Note requests and blocks that the engine or a frontend still has."""
+        for number, each in enumerate(frontends):
+            if len(each._outputs) or each._replicas._sent:
+                self._problems.append(f"frontend {number} has requests: {each._replicas!r}")
+        try:
+            await until(
+                frontends[0].get_stats_by_replica,
+                lambda replicas: (
+                    not any(
+                        stats[name]
+                        for stats in replicas.values()
+                        for name in ("num_running", "num_waiting", "kv_cache_usage")
+                    )
+                ),
+            )
+        except EngineDeadError:
+            pass
+        except AssertionError as error:
+            self._problems.append(f"requests or blocks have leaked: {error}")
+
+
+def _victim(fault: Fault) -> str:
+    return "core" if fault.process == "core" else f"worker_{fault.rank}"
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """Let all processes make their temporary files in a folder of their own."""
+    old_dir, old_variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="faults-") as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = old_dir
+            if old_variable is None:
+                del os.environ["TMPDIR"]
+            else:
+                os.environ["TMPDIR"] = old_variable
