@@ -7,13 +7,16 @@ one more is queued. Without overlap the same loop allows one step less in flight
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.worker_calls import WorkerCalls
 from sidestep.executor.base import Executor
-from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.errors import EngineDeadError, ValidationError
+from sidestep.ipc.transport.envelope import Refused, Subject, envelope_of, handles_of
 from sidestep.ipc.transport.messages import (
     AbortRequests,
     AddRequest,
@@ -26,6 +29,8 @@ from sidestep.ipc.transport.messages import (
 from sidestep.ipc.transport.records import pack_requests
 from sidestep.ipc.transport.step import StepInput
 
+logger = logging.getLogger(__name__)
+
 
 class EngineCore:
     """The synchronous core of the engine: it owns no socket and no clock."""
@@ -34,12 +39,14 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
+        checks: RequestChecks,
         *,
         max_steps_in_flight: int,
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self._checks = checks
         self._depth = max_steps_in_flight
         self._in_flight = 0
         self._clock = clock
@@ -62,10 +69,31 @@ class EngineCore:
         return self._in_flight
 
     def handle(
+        self, message: AddRequest | AbortRequests | Call | CallWorkers | CancelCall | Refused
+    ) -> Answer | None:
+        """Take a message of a frontend, and return the answer if it is a call that has one already.
+
+        A message that cannot be taken ends its own request or call with an error, and nothing else.
+        """
+        if isinstance(message, Refused):
+            return self._refuse(message)
+        try:
+            return self._take(message)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if not isinstance(error, ValidationError):
+                logger.exception("a message of frontend %d could not be taken", message.client)
+            problem = f"the engine could not take the message: {error}"
+            return self._refuse(Refused(message.client, envelope_of(message), problem))
+
+    def _take(
         self, message: AddRequest | AbortRequests | Call | CallWorkers | CancelCall
     ) -> Answer | None:
-        """Take a message of a frontend, and return the answer if the message is a Call."""
         if isinstance(message, AddRequest):
+            self._checks.check_request(message)
+            if self.scheduler.knows(message.client, handles_of(message)):
+                raise ValidationError("handle", f"{message.handle} is in use")
             if not self.calls.hold(message):
                 self.recorder.request_came()
                 self.scheduler.add(message)
@@ -73,11 +101,22 @@ class EngineCore:
             self.calls.hold(message)
             self.scheduler.abort(message.client, message.handles)
         elif isinstance(message, CallWorkers):
+            self._checks.check_call(message)
             self.calls.ask(message)
         elif isinstance(message, CancelCall):
             self.calls.cancel(message.client, message.call_id)
         else:
             return self._answer(message)
+        return None
+
+    def _refuse(self, refused: Refused) -> Answer | None:
+        """End what a message is about, with an error."""
+        client, envelope, problem = refused
+        logger.warning("frontend %d: %s", client, problem)
+        if envelope.subject is Subject.CALL:
+            return Answer(call_id=envelope.number, error=problem)
+        if envelope.subject is Subject.REQUEST:
+            self.scheduler.refuse(client, envelope.handles, problem)
         return None
 
     def client_left(self, client: int) -> None:

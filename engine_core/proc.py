@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.executor.base import Executor, WorkerReady
@@ -23,6 +24,10 @@ from sidestep.ipc.processes.process import freeze_heap
 from sidestep.ipc.transport.channels import CoreChannel
 from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready
 from sidestep.ipc.transport.shm_ring import SPIN_S
+
+_LONGEST_WAIT_S = 3600.0
+"""Seconds after which the loop turns although nothing has come: a poll takes no longer ones than
+some weeks."""
 
 
 def main(args: CoreArgs, executor: Executor) -> None:
@@ -77,7 +82,11 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
     )
     loading.join()
     core = EngineCore(
-        scheduler, executor, max_steps_in_flight=limits.max_steps_in_flight, clock=time.monotonic
+        scheduler,
+        executor,
+        RequestChecks(spec, config.model.processor_names),
+        max_steps_in_flight=limits.max_steps_in_flight,
+        clock=time.monotonic,
     )
     ready = Ready(
         max_model_len=max_model_len,
@@ -141,7 +150,10 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
 
 def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:
     """Connect another frontend, and tell it that the engine serves as soon as it listens."""
-    client = channel.connect(ClientAddress(message.to_core, message.from_core))
+    try:
+        client = channel.connect(ClientAddress(message.to_core, message.from_core))
+    except Exception as error:
+        return Answer(call_id=message.call_id, error=f"the engine cannot connect: {error}")
     channel.send(client, ready)
     return Answer(call_id=message.call_id, result={"client": client})
 
@@ -156,4 +168,6 @@ def _look(poll: select.poll) -> bool:
 
 
 def _milliseconds_until(deadline: float | None) -> float | None:
-    return None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    if deadline is None:
+        return None
+    return min(max(0.0, deadline - time.monotonic()), _LONGEST_WAIT_S) * 1000

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sidestep.executor.base import Answered, Executor
+from sidestep.ipc.transport.envelope import handles_of
 from sidestep.ipc.transport.messages import AbortRequests, AddRequest, Answer, CallWorkers
 from sidestep.ipc.transport.worker_calls import CallResult, Sleep, WakeUp
 
@@ -142,7 +143,7 @@ class WorkerCalls:
     def num_held(self) -> int:
         """Number of requests in the messages that are held."""
         return sum(
-            len(_handles(message)) for message in self._held if isinstance(message, AddRequest)
+            len(handles_of(message)) for message in self._held if isinstance(message, AddRequest)
         )
 
     def next_deadline(self) -> float | None:
@@ -190,16 +191,10 @@ class WorkerCalls:
         return None if one.is_told else one.answer(answered.results, answered.error)
 
 
-def _handles(message: AddRequest) -> range:
-    """Return the handles of a request's choices."""
-    num = message.sampling.n if message.beam_search is None else 1
-    return range(message.handle, message.handle + num)
-
-
 def _is_ended_by(message: AddRequest | AbortRequests, abort: AbortRequests) -> bool:
     """Return whether a message adds a request of which no choice is wanted any more."""
     return (
         isinstance(message, AddRequest)
         and message.client == abort.client
-        and set(_handles(message)) <= set(abort.handles)
+        and set(handles_of(message)) <= set(abort.handles)
     )

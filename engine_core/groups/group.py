@@ -168,6 +168,9 @@ def why_never(
         )
     if num > max_num_seqs:
         return f"{field}: {num} are more than the {max_num_seqs} that run at once (max_num_seqs)"
+    if first.num_prompt < len(first.token_ids) >= first.max_total:
+        num = len(first.token_ids) - first.num_prompt
+        return f"output_token_ids: {num} leave no room for another one"
     if first.max_total <= first.num_prompt:
         return (
             f"{field}: {num} continuations of {first.num_prompt} tokens do not fit in the KV cache "

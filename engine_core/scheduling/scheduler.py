@@ -161,6 +161,20 @@ class Scheduler:
                 )
             )
 
+    def knows(self, client: int, handles: Iterable[int]) -> bool:
+        """Return whether a frontend has a request with one of these handles that has not ended."""
+        return any((client, handle) in self._requests for handle in handles)
+
+    def refuse(self, client: int, handles: Iterable[int], problem: str) -> None:
+        """End a frontend's request that cannot be taken, with an error. It may be taken in part."""
+        for handle in handles:
+            if (request := self._requests.get((client, handle))) is not None:
+                self._roster.end(request, FinishReason.ERROR, error=problem)
+            else:
+                self._outboxes.of(client).finished.append(
+                    Finished(handle=handle, reason=FinishReason.ERROR, error=problem)
+                )
+
     def abort(self, client: int, handles: Iterable[int]) -> None:
         """End requests without telling the frontend, which asked for it itself.
 

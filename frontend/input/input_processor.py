@@ -6,6 +6,7 @@ A wrong argument raises here, with the field's name, before anything has been se
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -365,7 +366,7 @@ def _check_options(
         )
     if deadline_s is not None:
         number = isinstance(deadline_s, int | float) and not isinstance(deadline_s, bool)
-        if not number or not cast(float, deadline_s) > 0:
+        if not number or not 0 < cast(float, deadline_s) < math.inf:
             raise ValidationError(
                 "deadline_s", f"must be a positive number of seconds, not {deadline_s!r}"
             )

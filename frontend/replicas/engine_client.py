@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sidestep.ipc.common.errors import (
@@ -23,6 +24,7 @@ from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.processes.forking import KeptLoop
 from sidestep.ipc.processes.process import Child, spawn
+from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
     Call,
@@ -36,6 +38,8 @@ from sidestep.ipc.transport.messages import (
     ToFrontend,
 )
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
+
+logger = logging.getLogger(__name__)
 
 _OWNER = 0
 """Number of the frontend that starts the core; other frontends join."""
@@ -51,7 +55,7 @@ class Channel(Protocol):
 
     address: ClientAddress
 
-    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+    def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         """Return the next message, or None after `timeout_s` seconds without one."""
 
     def seal(self) -> None:
@@ -63,7 +67,7 @@ class Channel(Protocol):
     def fileno(self) -> int:
         """Return the descriptor that signals messages from the core."""
 
-    def receive(self) -> list[ToFrontend]:
+    def receive(self) -> Sequence[ToFrontend | Broken]:
         """Return all messages that have arrived."""
 
     def gone_fileno(self) -> int:
@@ -130,7 +134,7 @@ class EngineClient:
         if isinstance(message, Ready):
             self._channel.seal()
             return message
-        if isinstance(message, Dead):
+        if isinstance(message, Dead | Broken):
             raise EngineStartError(message.cause)
         # A core that is killed sends no cause; its messages before that have been read above.
         if message is None and self._core is not None and self._core.wait(0):
@@ -296,15 +300,38 @@ class EngineClient:
         messages = self._channel.receive()
         num_steps = sum(isinstance(message, Outputs) for message in messages)
         for message in messages:
+            if self._dead_error is not None:
+                return
             if isinstance(message, Outputs):
                 num_steps -= 1
-                self._on_outputs(message, num_steps > 0)
+                self._take_outputs(message, num_steps > 0)
             elif isinstance(message, Answer):
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
                     future.set_result(message)
             elif isinstance(message, Dead):
                 self._die(message.cause)
+            elif isinstance(message, Broken):
+                self._break_off(message.cause)
+
+    def _take_outputs(self, outputs: Outputs, more: bool) -> None:
+        try:
+            self._on_outputs(outputs, more)
+        except Exception as error:
+            logger.exception("the outputs of a step could not be taken")
+            self._break_off(f"a message of the engine core could not be used: {error!r}")
+
+    def _break_off(self, cause: str) -> None:
+        """Give up a core that lives: tokens of it are lost, and nobody knows whose.
+
+        The process that started the core ends it. At any other's core this frontend's requests end
+        when the connection does.
+        """
+        self._die(cause)
+        if self._core is not None:
+            self._core.let_go()  # `close`, which waits for its end, comes later
+        else:
+            self.close()
 
     def _on_gone(self) -> None:
         if not self._closed and self._channel.core_is_gone():

@@ -25,7 +25,7 @@ class Fault(
     """One fault of one rank."""
 
     kind: FaultKind
-    """What happens. 'die' kills a process and 'hang' stops it for ever; 'raise' is an exception in
+    """The fault itself. 'die' kills a process and 'hang' stops it for ever; 'raise' is an exception in
     a step; 'slow' makes steps take longer; 'drop' and 'corrupt' lose or change a message."""
     at: int | None = None
     """The number of the step, from 0 on, at which it happens; for 'slow' the first such step. For

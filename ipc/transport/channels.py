@@ -13,26 +13,31 @@ import selectors
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import zmq
 
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.processes.core_args import ClientAddress
 from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
-from sidestep.ipc.transport.messages import (
-    ToCore,
-    ToFrontend,
-    decode_to_core,
-    decode_to_frontend,
-    encode,
-)
+from sidestep.ipc.transport.envelope import Refused, open_sealed, seal
+from sidestep.ipc.transport.messages import ToCore, ToFrontend, decode_to_frontend, encode
 
 logger = logging.getLogger(__name__)
 _LINGER_MS = 1000
 """Milliseconds for which a closing socket still delivers messages."""
 _CONNECT_MS = 10_000
 """Milliseconds for which `seal` waits for the core to connect."""
+
+
+class Broken(NamedTuple):
+    """A message of the core cannot be read.
+
+    It may have had tokens of any request, so none of them can go on from what this frontend has.
+    """
+
+    cause: str
 
 
 def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
@@ -98,11 +103,11 @@ class FrontendChannel:
             ) from None
         keep_from_children(self)
 
-    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+    def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         """Return the next message, after at most `timeout_s` seconds; None if none has come."""
         if not self._in.poll(int(timeout_s * 1000)):
             return None
-        return decode_to_frontend(self._in.recv())
+        return self._decode([self._in.recv()])[0]
 
     def seal(self) -> None:
         """Remove the socket files, once the core has connected: then nothing can be left behind."""
@@ -121,7 +126,7 @@ class FrontendChannel:
         if not self._is_ours:
             return
         try:
-            self._out.send(encode(message), zmq.NOBLOCK if self._is_sealed else 0)
+            self._out.send(seal(message), zmq.NOBLOCK if self._is_sealed else 0)
         except zmq.Again:
             # Without a peer the socket would wait for one, on the thread that must learn that the
             # peer has ended.
@@ -131,14 +136,25 @@ class FrontendChannel:
         """Return a descriptor that is readable when `receive` may have something."""
         return int(self._in.getsockopt(zmq.FD))
 
-    def receive(self) -> list[ToFrontend]:
+    def receive(self) -> list[ToFrontend | Broken]:
         """Return all messages that have arrived.
 
         Return none in a forked child, where ZeroMQ would try again for ever.
         """
         if not self._is_ours:
             return []
-        return [decode_to_frontend(frame) for frame in _drain(self._in)]
+        return self._decode(_drain(self._in))
+
+    def _decode(self, frames: Iterable[bytes]) -> list[ToFrontend | Broken]:
+        """Return the messages up to one that cannot be read, which is the end of the connection."""
+        messages: list[ToFrontend | Broken] = []
+        for frame in frames:
+            try:
+                messages.append(decode_to_frontend(frame))
+            except Exception as error:
+                messages.append(Broken(f"a message of the engine core could not be read: {error}"))
+                break
+        return messages
 
     def gone_fileno(self) -> int:
         """Return a descriptor that is readable when `core_is_gone` may have changed."""
@@ -171,13 +187,13 @@ class CoreChannel:
 
     def __init__(self, clients: Sequence[ClientAddress]) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._in = _open(self._context, zmq.PULL)
         # The selector is one descriptor for all: epoll, or what the system has instead.
         self._selector = selectors.DefaultSelector()
-        self._selector.register(int(self._in.getsockopt(zmq.FD)), selectors.EVENT_READ)
+        # A socket for each frontend: who sent a message is known, whatever the message says.
+        self._in: dict[int, zmq.Socket[bytes]] = {}
         self._out: dict[int, zmq.Socket[bytes]] = {}
         self._gone: dict[int, zmq.Socket[bytes]] = {}
-        self._addresses: list[ClientAddress] = []
+        self._num_clients = 0
         for client in clients:
             self.connect(client)
 
@@ -185,16 +201,23 @@ class CoreChannel:
         """Serve another frontend, which may begin to listen later, and return its number.
 
         This and `take_gone` may use up the descriptor's news of a message, so `receive` must follow
-        before a wait.
+        before a wait. Raises zmq.ZMQError for an address that is none.
         """
-        client = len(self._addresses)
-        self._addresses.append(address)
-        self._in.connect(address.to_core)
-        out = _open(self._context, zmq.PUSH)
-        self._gone[client] = _watch(out)
-        self._selector.register(int(self._gone[client].getsockopt(zmq.FD)), selectors.EVENT_READ)
-        out.connect(address.from_core)
-        self._out[client] = out
+        client = self._num_clients
+        into, out = _open(self._context, zmq.PULL), _open(self._context, zmq.PUSH)
+        monitor = _watch(out)
+        try:
+            into.connect(address.to_core)
+            out.connect(address.from_core)
+        except (zmq.ZMQError, TypeError, ValueError):
+            out.disable_monitor()
+            for socket in (monitor, out, into):
+                socket.close(linger=0)
+            raise
+        self._num_clients += 1
+        self._in[client], self._out[client], self._gone[client] = into, out, monitor
+        for socket in (into, monitor):
+            self._selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ)
         return client
 
     def take_gone(self) -> list[int]:
@@ -204,25 +227,33 @@ class CoreChannel:
         """
         gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
         for client in gone:
-            self._in.disconnect(self._addresses[client].to_core)
-            monitor, out = self._gone.pop(client), self._out.pop(client)
-            self._selector.unregister(int(monitor.getsockopt(zmq.FD)))
+            into, monitor = self._in.pop(client), self._gone.pop(client)
+            out = self._out.pop(client)
+            for socket in (into, monitor):
+                self._selector.unregister(int(socket.getsockopt(zmq.FD)))
             out.disable_monitor()
-            for socket in (monitor, out):
+            for socket in (monitor, out, into):
                 socket.close(linger=0)
         return gone
 
-    def receive(self) -> list[ToCore]:
-        """Return all messages that have arrived.
+    def receive(self) -> list[ToCore | Refused]:
+        """Return all messages that have arrived, those of each frontend in order.
 
-        A message that cannot be read is logged and dropped: it must not end the engine.
+        One that cannot be read is returned as what its envelope says. One without an envelope can
+        be answered to nobody: it is logged and dropped.
         """
-        messages: list[ToCore] = []
-        for frame in _drain(self._in):
-            try:
-                messages.append(decode_to_core(frame))
-            except ValueError as error:
-                logger.warning("dropped a message of %d bytes: %s", len(frame), error)
+        messages: list[ToCore | Refused] = []
+        for client, socket in self._in.items():
+            for frame in _drain(socket):
+                try:
+                    messages.append(open_sealed(client, frame))
+                except ValueError as error:
+                    logger.warning(
+                        "dropped a message of frontend %d with %d bytes: %s",
+                        client,
+                        len(frame),
+                        error,
+                    )
         return messages
 
     def send(self, client: int, message: ToFrontend) -> None:

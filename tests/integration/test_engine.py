@@ -282,3 +282,15 @@ def test_a_trace_is_written_from_the_command_line(
     assert len([e for e in events if e["ph"] == "b" and e["name"] == "output"]) == 3
     printed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[:-1])
     assert int(printed["steps"]) == len(steps) and 0 <= float(printed["device_idle_share"]) < 1
+
+
+@pytest.mark.parametrize("deadline_s", [1e7, 1e12, 1e300])
+async def test_a_deadline_in_the_distant_future_is_none(
+    make_llm: MakeLLM, deadline_s: float
+) -> None:
+    llm = make_llm()
+    params = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    async for output in llm.generate([1, 2], params, deadline_s=deadline_s):
+        pass
+    assert len(output.outputs[0].token_ids) == 3
+    await llm.check_health()

@@ -1,4 +1,4 @@
-"""What the clients of a fault plan ask for, and the tokens that each of them must get.
+"""Requests of the clients of a fault plan, and the tokens that each of them must get.
 
 The tokens of the fake device follow from the positions of the KV cache that it reads. So they can
 be computed without an engine, and a wrong block, a repeated step or a lost token changes them.

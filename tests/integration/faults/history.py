@@ -17,7 +17,7 @@ from tests.integration.faults.asks import EOS, Ask, Reference
 
 @dataclass
 class History:
-    """What one client got, put together as a client does it."""
+    """The outputs that one client got, put together as a client does it."""
 
     ask: Ask
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class History:
     has_left: bool = False
     error: BaseException | None = None
     problems: list[str] = field(default_factory=list)
-    """What was wrong in the order of the outputs."""
+    """Faults in the order of the outputs."""
 
     def take(self, output: RequestOutput) -> None:
         """Take the next output of the stream."""

@@ -21,7 +21,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     options: dict[str, Any]
-    """Those of EngineArgs."""
+    """Options of EngineArgs."""
     num_frontends: int
     asks: list[Ask]
     faults: list[Fault]

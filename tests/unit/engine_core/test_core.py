@@ -10,13 +10,14 @@ from collections import deque
 import pytest
 
 from sidestep.engine_core.core import EngineCore
+from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.executor.base import Answered, Executor, WorkerReady
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, unpack_ids
 from sidestep.ipc.transport.records import unpack_requests, unpack_steps
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
-from tests.fakes import VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
+from tests.fakes import SPEC, VOCAB_SIZE, Clock, make_request, make_runner, make_scheduler
 
 
 class HandExecutor(Executor):
@@ -82,7 +83,10 @@ def make_core(depth: int = 2) -> tuple[EngineCore, HandExecutor, Clock]:
     clock, executor = Clock(), HandExecutor()
     scheduler = make_scheduler(clock=clock, overlap=depth == 2)
     executor.runner = make_runner(scheduler)
-    return EngineCore(scheduler, executor, max_steps_in_flight=depth, clock=clock), executor, clock
+    core = EngineCore(
+        scheduler, executor, RequestChecks(SPEC), max_steps_in_flight=depth, clock=clock
+    )
+    return core, executor, clock
 
 
 @pytest.mark.parametrize("depth", [1, 2])

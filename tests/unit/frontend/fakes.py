@@ -19,6 +19,7 @@ from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.config_sections import FrontendConfig
 from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     AbortRequests,
     AddRequest,
@@ -38,13 +39,14 @@ class FakeChannel:
     def __init__(self) -> None:
         self.address = ClientAddress("", "")
         self.sent: list[ToCore] = []
-        self._waiting: list[ToFrontend] = []
+        self._waiting: list[ToFrontend | Broken] = []
+        self.is_open = True
         self._bell, self._ring = socket.socketpair()
         self._bell.setblocking(False)
         self._leaving, self._left = socket.socketpair()
         self.gone = False
 
-    def wait_message(self, timeout_s: float) -> ToFrontend | None:
+    def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         return self._waiting.pop(0) if self._waiting else None
 
     def seal(self) -> None:
@@ -56,7 +58,7 @@ class FakeChannel:
     def fileno(self) -> int:
         return self._bell.fileno()
 
-    def receive(self) -> list[ToFrontend]:
+    def receive(self) -> list[ToFrontend | Broken]:
         try:
             self._bell.recv(4096)
         except BlockingIOError:
@@ -71,12 +73,13 @@ class FakeChannel:
         return self.gone
 
     def close(self) -> None:
+        self.is_open = False
         for end in (self._bell, self._ring, self._leaving, self._left):
             end.close()
 
     # Messages that a test sends as the core.
 
-    def say(self, message: ToFrontend) -> None:
+    def say(self, message: ToFrontend | Broken) -> None:
         self._waiting.append(message)
         self._ring.send(b"x")
 

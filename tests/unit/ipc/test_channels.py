@@ -6,16 +6,19 @@ A broken message harms no other.
 import os
 import select
 
+import pytest
 import zmq
 
-from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel, new_address
+from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.transport.channels import Broken, CoreChannel, FrontendChannel, new_address
+from sidestep.ipc.transport.envelope import Refused
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, ToCore
 
 
-def receive(channel: CoreChannel, count: int) -> list[ToCore]:
+def receive(channel: CoreChannel, count: int) -> list[ToCore | Refused]:
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
-    got: list[ToCore] = channel.receive()
+    got = channel.receive()
     while len(got) < count:
         assert poll.poll(10_000), "a message was lost"
         got += channel.receive()
@@ -41,6 +44,48 @@ def test_a_message_that_cannot_be_read_is_dropped_and_the_next_is_served() -> No
     frontend._out.send(b"\xff garbage")
     frontend.send(AbortRequests(client=0, handles=[1]))
     assert receive(core, 1) == [AbortRequests(client=0, handles=[1])]
+    core.close()
+    frontend.close()
+
+
+def test_a_message_is_its_sender_s_whatever_it_says() -> None:
+    first, second = FrontendChannel(), FrontendChannel()
+    core = CoreChannel([first.address, second.address])
+    first.send(AbortRequests(client=1, handles=[1]))
+    second.send(AbortRequests(client=1, handles=[2]))
+    got = receive(core, 2)
+    assert AbortRequests(client=1, handles=[2]) in got
+    (refused,) = [one for one in got if isinstance(one, Refused)]
+    assert refused.client == 0 and "of frontend 1, not 0" in refused.problem
+    core.close()
+    first.close()
+    second.close()
+
+
+def test_an_address_that_is_none_leaves_the_core_as_it_was() -> None:
+    frontend = FrontendChannel()
+    core = CoreChannel([frontend.address])
+    for address in (ClientAddress("nowhere", "nowhere"), ClientAddress("ipc:///a", "\0")):
+        with pytest.raises((zmq.ZMQError, ValueError)):
+            core.connect(address)
+    late = FrontendChannel()
+    assert core.connect(late.address) == 1
+    for client, each in enumerate((frontend, late)):
+        each.send(Call(client=client, call_id=1, method="ping"))
+    assert len(receive(core, 2)) == 2
+    for end in (core, frontend, late):
+        end.close()
+
+
+def test_a_frontend_reads_nothing_behind_a_message_that_it_cannot_read() -> None:
+    frontend = FrontendChannel()
+    core = CoreChannel([frontend.address])
+    core.send(0, Answer(call_id=1))
+    core._out[0].send(b"\xff garbage")
+    core.send(0, Answer(call_id=2))
+    assert frontend.wait_message(10) == Answer(call_id=1)
+    broken = frontend.wait_message(10)
+    assert isinstance(broken, Broken) and "could not be read" in broken.cause
     core.close()
     frontend.close()
 

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 
 from sidestep.engine_core.core import EngineCore
+from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs.grammars import COMPILE_S, Grammars
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
@@ -26,7 +27,7 @@ from sidestep.ipc.config_sections import DEFAULT_MODEL
 from sidestep.ipc.params.structured_outputs_params import Grammar, StructuredOutputsParams
 from sidestep.ipc.transport.messages import FinishReason
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
-from tests.fakes import Clock, Engine, make_request, make_scheduler
+from tests.fakes import Clock, Engine, make_request, make_scheduler, make_spec
 from tests.random_schemas import REGEXES, random_schema
 from tests.small_grammars import matcher_of
 from tests.unit.engine_core.test_core import HandExecutor
@@ -463,7 +464,11 @@ def test_masks_follow_their_step_and_come_before_the_one_after(
     executor = Wire()
     executor.runner = run.runner
     core = EngineCore(
-        scheduler, executor, max_steps_in_flight=num_stages + overlap, clock=grammars._clock
+        scheduler,
+        executor,
+        RequestChecks(make_spec(vocab_size=run.vocab_size)),
+        max_steps_in_flight=num_stages + overlap,
+        clock=grammars._clock,
     )
     scheduler.add(make_request([1], 9, grammar=grammar(LONG)))
     run.run()

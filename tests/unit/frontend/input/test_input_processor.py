@@ -39,6 +39,7 @@ from tests.unit.frontend.fakes import input_processor
         ("a", {"priority": True}, "priority"),
         ("a", {"priority": 2**40}, "priority"),
         ("a", {"deadline_s": float("nan")}, "deadline_s"),
+        ("a", {"deadline_s": float("inf")}, "deadline_s"),
         ("a", {"deadline_s": True}, "deadline_s"),
         ("a", {"num_public_tokens": -1}, "num_public_tokens"),
         ("a", {"num_public_tokens": 99}, "num_public_tokens"),
