@@ -25,8 +25,11 @@ class Fault(
     """One fault of one rank."""
 
     kind: FaultKind
-    """The fault itself. 'die' kills a process and 'hang' stops it for ever; 'raise' is an exception in
-    a step; 'slow' makes steps take longer; 'drop' and 'corrupt' lose or change a message."""
+    """The fault itself.
+
+    'die' kills a process and 'hang' stops it for ever. 'raise' is an exception in a step, and
+    'slow' makes steps take longer. 'drop' and 'corrupt' lose or change a message.
+    """
     at: int | None = None
     """The number of the step, from 0 on, at which it happens; for 'slow' the first such step. For
     'drop' and 'corrupt' it counts the messages of its sort that the rank gets or sends."""

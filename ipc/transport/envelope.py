@@ -41,7 +41,7 @@ class Subject(enum.IntEnum):
 
 
 class Envelope(NamedTuple):
-    """What a message is about."""
+    """The subject of a message, and its number."""
 
     subject: Subject
     number: int

@@ -25,6 +25,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_frontends: int
     asks: list[Ask]
     faults: list[Fault]
+    leaver: int | None = None
+    """The frontend that ends, with all that it has asked for, when its first output has come."""
 
     def __str__(self) -> str:
         return msgspec.json.encode(self).decode()

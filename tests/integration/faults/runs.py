@@ -73,6 +73,7 @@ class Run:
     async def _serve(self, frontends: Sequence[AsyncLLM]) -> None:
         """Serve all clients, then one of each frontend, and check what they got."""
         guard = asyncio.create_task(self._end_stalled(frontends[0]))
+        leaving = asyncio.create_task(self._leave(frontends))
         try:
             await self._ask_all(frontends, self._plan.asks)
             if not frontends[0].errored:
@@ -80,12 +81,14 @@ class Run:
                 last = [
                     Ask(prompt=[9, 8, 7], max_tokens=5, seed=i, frontend=i)
                     for i in range(len(frontends))
+                    if i != self._plan.leaver
                 ]
                 await self._ask_all(frontends, last)
             await self._check_leaks(frontends)
         finally:
-            guard.cancel()
-            await asyncio.gather(guard, return_exceptions=True)
+            for task in (guard, leaving):
+                task.cancel()
+            await asyncio.gather(guard, leaving, return_exceptions=True)
         is_alive = any(status.dead is None for status in frontends[0].replicas)
         named = [cause for fault in self._plan.faults for cause in causes(fault)]
         for index, history in enumerate(self._histories):
@@ -131,9 +134,29 @@ class Run:
                         history.has_left = True
                         return
         except EngineDeadError as error:
-            history.error = error
+            if ask.frontend == self._plan.leaver and "has been shut down" in str(error):
+                history.has_left = True
+            else:
+                history.error = error
         finally:
             self._begun[index].set()
+
+    async def _leave(self, frontends: Sequence[AsyncLLM]) -> None:
+        """Let a frontend end, if the plan says so, when one of its requests has begun."""
+        leaver = self._plan.leaver
+        begun = [
+            asyncio.create_task(self._begun[i].wait())
+            for i, ask in enumerate(self._plan.asks)
+            if ask.frontend == leaver
+        ]
+        if leaver is None or not begun:
+            return
+        try:
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in begun:
+                task.cancel()
+        frontends[leaver].shutdown()
 
     async def _end_stalled(self, llm: AsyncLLM) -> None:
         """Kill what the plan hangs, or leaves without a message, once its replica stalls.
@@ -170,7 +193,7 @@ class Run:
     async def _check_leaks(self, frontends: Sequence[AsyncLLM]) -> None:
         """Note requests and blocks that the engine or a frontend still has."""
         for number, each in enumerate(frontends):
-            if len(each._outputs) or each._replicas._sent:
+            if number != self._plan.leaver and (len(each._outputs) or each._replicas._sent):
                 self._problems.append(f"frontend {number} has requests: {each._replicas!r}")
         try:
             await until(

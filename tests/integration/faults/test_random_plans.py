@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pytest
 
-from sidestep import EngineArgs
 from tests.integration.faults.asks import Reference
 from tests.integration.faults.plans import make_plan
 from tests.integration.faults.runs import Run
@@ -17,13 +16,6 @@ from tests.integration.faults.runs import Run
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seed" in metafunc.fixturenames:
         metafunc.parametrize("seed", range(metafunc.config.getoption("fault_plans")))
-
-
-@pytest.fixture(scope="session")
-def reference(fake_model: str) -> Reference:
-    """Return what computes the tokens that requests must get."""
-    config = EngineArgs(model=fake_model, device="fake").create_engine_config()
-    return Reference(fake_model, config.spec.vocab_size)
 
 
 async def test_plan(seed: int, fake_model: str, reference: Reference) -> None:
