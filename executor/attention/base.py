@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from sidestep.ipc.transport.step import Int32
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
+
+
+class Heads(NamedTuple):
+    """The heads of a layer on one rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +55,14 @@ class AttentionShape:
     """Where each layer's keys and values are; none if all layers are in the first cache group."""
     kept: tuple[LayerKv, ...] = ()
     """Keys and values that each layer keeps of a token; none if all keep the model's type."""
+    heads: tuple[Heads, ...] = ()
+    """Heads of each layer; none if all layers have those above."""
+
+    @property
+    def distinct_heads(self) -> tuple[Heads, ...]:
+        """The heads that layers have, each once, in the order of the layers."""
+        own = Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+        return tuple(dict.fromkeys(self.heads)) or (own,)
 
     def scale(self, layer: int) -> float:
         """Return a layer's factor on the products of queries and keys."""
@@ -96,11 +112,19 @@ class AttentionSetup:
     """Most rows of a step."""
     queries: tuple[int, ...] = (1,)
     """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
+    memory: KvMemory | None = None
+    """The blocks of these layers, where other backends share them; None to allocate them."""
 
     @property
     def kv_layout(self) -> KvLayout:
         """The KV blocks."""
         return self.shape.kv_layout(self.dtype, self.block_size)
+
+    def open_memory(self, *, cleared: bool) -> KvMemory:
+        """Return the blocks: the given ones, or new ones. cleared: see KvMemory."""
+        if self.memory is not None:
+            return self.memory
+        return KvMemory(self.kv_layout, self.num_blocks, self.device, cleared=cleared)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32
@@ -64,7 +63,7 @@ class FlashInferAttention(AttentionBackend):
         self._setup, self._shape = setup, shape
         # Cleared: the cache behind a row's last token may be read and masked, and 0 x NaN would
         # spread.
-        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=True)
+        self.cache = setup.open_memory(cleared=True)
         sizes = setup.num_blocks, 2, shape.num_kv_heads, setup.block_size, shape.head_dim
         self._layers = [
             self.cache.of_layer(layer).view(setup.dtype).view(sizes)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from copy import copy
 from itertools import groupby
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -50,6 +53,17 @@ class KvMemory:
         place, block_size = self.layout.places[layer], self.layout.block_size
         own = block_size * self.layout.layers[layer].token_bytes(self.layout.itemsize)
         return self._memories[place.memory][:, :own]
+
+    def of_layers(self, layers: Sequence[int]) -> KvMemory:
+        """Return the same memory as some of the layers see it, which are counted anew."""
+        own = self.layout
+        part = copy(self)
+        part.layout = msgspec.structs.replace(
+            own,
+            layers=tuple(own.layers[layer] for layer in layers),
+            places=tuple(own.places[layer] for layer in layers),
+        )
+        return part
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copy blocks in all layers, in one launch for each allocation."""

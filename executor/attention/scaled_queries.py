@@ -10,7 +10,7 @@ from torch import Tensor
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
 
 
-def open_attention(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
+def open_scaled(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
     """Return a backend with an empty cache, with queries that are scaled where a model does so."""
     opened = backend(setup)
     if all(table.query_factors is None for table in setup.rotary):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.attention.rotary import FullRotaryTable
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.transport.step import Int32, Int64
@@ -87,7 +86,7 @@ class TorchAttention(AttentionBackend):
         self._norm_eps = setup.norm_eps
         self._rotary_tables = [FullRotaryTable(table, setup.dtype) for table in setup.rotary]
         # Cleared: padding reads blocks that were never written, and 0 x NaN would spread.
-        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=True)
+        self.cache = setup.open_memory(cleared=True)
         self._places = [shape.place(layer) for layer in range(shape.num_layers)]
         sizes = setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim
         self._layers = [
@@ -147,7 +146,7 @@ class TorchAttention(AttentionBackend):
     def _attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
         cache, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
-        write_kv(cache.flatten(0, 1), kv, self._slot_mapping[group])
+        write_kv(cache, kv, self._slot_mapping[group])
         if not self._chunks:
             return self._decode(layer, q, kv, sinks)
         out = torch.empty_like(q)

@@ -19,7 +19,6 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
-from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import config_of
@@ -62,7 +61,7 @@ class TritonAttention(AttentionBackend):
         self._setup = setup
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         # Not cleared: no kernel reads a slot of the cache that was not written.
-        self.cache = KvMemory(setup.kv_layout, setup.num_blocks, setup.device, cleared=False)
+        self.cache = setup.open_memory(cleared=False)
         sizes = setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size, shape.head_dim
         self._layers = [
             self.cache.of_layer(layer).view(setup.dtype).view(sizes)

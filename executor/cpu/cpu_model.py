@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
-from sidestep.executor.attention.scaled_queries import open_attention
+from sidestep.executor.attention.mixed_shapes import open_attention
 from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, DeviceRows, StepBatch
-from sidestep.executor.attention.scaled_queries import open_attention
+from sidestep.executor.attention.mixed_shapes import open_attention
 from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
 from sidestep.executor.gpu.device_tables import StepRows
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory

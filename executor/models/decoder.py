@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionShape
+from sidestep.executor.attention.base import AttentionBackend, AttentionShape, Heads
 from sidestep.executor.layers.attention import Attention
 from sidestep.executor.layers.experts import Experts
 from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
@@ -50,29 +50,40 @@ def attention_shape(
     """
     longest = spec.max_position_embeddings if max_model_len is None else max_model_len
     groups = cache_groups(spec.layers, longest)
-    mixers, any_one = attention_of(layers_of(spec, stage)), attention_of(spec.layers)[0]
+    mixers = attention_of(layers_of(spec, stage))
     ropes = distinct_ropes(mixers)
+    heads = [heads_of(mixer, parallel) for mixer in mixers or attention_of(spec.layers)[:1]]
     return AttentionShape(
         num_layers=len(mixers),
-        num_heads=len(parallel.share(any_one.num_heads)),
-        num_kv_heads=len(parallel.kv_heads(any_one.num_kv_heads)),
-        head_dim=any_one.head_dim,
+        num_heads=heads[0].num_heads,
+        num_kv_heads=heads[0].num_kv_heads,
+        head_dim=heads[0].head_dim,
+        heads=tuple(heads) if len(set(heads)) > 1 else (),
         windows=tuple(mixer.window for mixer in mixers),
         scales=tuple(mixer.scale for mixer in mixers),
         softcaps=tuple(mixer.score_softcap for mixer in mixers),
         has_sinks=any(mixer.sinks for mixer in mixers),
-        tables=tuple(ropes.index(mixer.rope) for mixer in mixers),
+        tables=tuple(ropes.index((mixer.rope, mixer.head_dim)) for mixer in mixers),
         places=layer_places(layers_of(spec, stage), groups, longest) if groups.windows else (),
         kept=tuple(mixer.kv(parallel.size) for mixer in mixers),
     )
 
 
-def distinct_ropes(mixers: Sequence[AttentionSpec]) -> list[RopeSpec | None]:
-    """Return the rotary embeddings of some layers, each once, in the order of their layers."""
-    found: list[RopeSpec | None] = []
+def heads_of(mixer: AttentionSpec, parallel: Parallel) -> Heads:
+    """Return the heads of a layer on this rank."""
+    kv_heads = parallel.kv_heads(mixer.num_kv_heads)
+    return Heads(len(parallel.share(mixer.num_heads)), len(kv_heads), mixer.head_dim)
+
+
+def distinct_ropes(mixers: Sequence[AttentionSpec]) -> list[tuple[RopeSpec | None, int]]:
+    """Return the rotary embeddings of some layers, each once, in the order of their layers.
+
+    Each comes with the size of the heads that it rotates.
+    """
+    found: list[tuple[RopeSpec | None, int]] = []
     for mixer in mixers:
-        if mixer.rope not in found:
-            found.append(mixer.rope)
+        if (mixer.rope, mixer.head_dim) not in found:
+            found.append((mixer.rope, mixer.head_dim))
     return found
 
 
@@ -95,7 +106,8 @@ def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
     """Return what tells apart mixers of one model that need different kernels."""
     if not isinstance(mixer, AttentionSpec):
         return mixer
-    return mixer.window, mixer.score_softcap, mixer.sinks
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    return heads, mixer.window, mixer.score_softcap, mixer.sinks
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:

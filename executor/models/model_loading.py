@@ -192,6 +192,6 @@ def load_rotary(args: WorkerArgs, device: torch.device) -> list[RotaryTable]:
     """Return cos and sin of every position that a request may reach, for each embedding once."""
     mixers = attention_of(layers_of(args.spec, args.stage))
     return [
-        RotaryTable(rope, mixers[0].head_dim, args.max_model_len, device)
-        for rope in distinct_ropes(mixers)
+        RotaryTable(rope, head_dim, args.max_model_len, device)
+        for rope, head_dim in distinct_ropes(mixers)
     ]

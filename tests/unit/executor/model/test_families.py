@@ -13,6 +13,7 @@ import torch
 
 from sidestep.executor.attention.base import AttentionSetup
 from sidestep.executor.attention.rotary import RotaryTable
+from sidestep.executor.attention.mixed_shapes import open_attention
 from sidestep.executor.attention.torch_backend import TorchAttention
 from sidestep.executor.models.decoder import attention_shape, distinct_ropes, layers_of
 from sidestep.executor.models.model_loading import MULTIMODAL, model_class
@@ -81,10 +82,10 @@ def test_ranks_and_stages_read_and_keep_what_the_specification_says(
                 dtype=torch.float32,
                 device=CPU,
                 rotary=[
-                    RotaryTable(rope, mixers[0].head_dim, 8, CPU) for rope in distinct_ropes(mixers)
+                    RotaryTable(rope, head_dim, 8, CPU) for rope, head_dim in distinct_ropes(mixers)
                 ],
                 norm_eps=spec.norm.eps,
                 max_rows=1,
             )
             layout = kv_layout(spec, ranks, own, itemsize=4, block_size=8)
-            assert TorchAttention(setup).cache.nbytes == 3 * layout.block_bytes
+            assert open_attention(TorchAttention, setup).cache.nbytes == 3 * layout.block_bytes

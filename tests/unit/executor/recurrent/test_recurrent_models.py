@@ -78,8 +78,8 @@ class Sequences:
                 dtype=torch.float32,
                 device=CPU,
                 rotary=[
-                    RotaryTable(rope, mixers[0].head_dim, LONGEST, CPU)
-                    for rope in distinct_ropes(mixers)
+                    RotaryTable(rope, head_dim, LONGEST, CPU)
+                    for rope, head_dim in distinct_ropes(mixers)
                 ],
                 norm_eps=spec.norm.eps,
                 max_rows=len(tokens),
