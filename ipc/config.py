@@ -24,6 +24,7 @@ from sidestep.ipc.config_sections import (
     SchedulerConfig,
 )
 from sidestep.ipc.model.layer_spec import ExpertsSpec
+from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec
 
 
@@ -94,6 +95,12 @@ class EngineConfig:
             pp <= spec.num_layers,
             "pipeline_parallel_size",
             f"{pp} is more than the model's {spec.num_layers} layers",
+        )
+        reason = why_one_stage(spec)
+        require(
+            pp == 1 or reason is None,
+            "pipeline_parallel_size",
+            f"{pp} is not supported for this model, since {reason}; supported is 1",
         )
         require(
             layers is None or sum(layers) == spec.num_layers,

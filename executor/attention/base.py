@@ -57,6 +57,8 @@ class AttentionShape:
     """Keys and values that each layer keeps of a token; none if all keep the model's type."""
     heads: tuple[Heads, ...] = ()
     """Heads of each layer; none if all layers have those above."""
+    sources: tuple[int, ...] = ()
+    """Index of the layer whose keys and values each layer reads; none if all read their own."""
 
     @property
     def distinct_heads(self) -> tuple[Heads, ...]:
@@ -75,6 +77,10 @@ class AttentionShape:
     def table(self, layer: int) -> int:
         """Return the index of a layer's rotary table."""
         return self.tables[layer] if self.tables else 0
+
+    def source(self, layer: int) -> int:
+        """Return the index of the layer whose keys and values a layer reads."""
+        return self.sources[layer] if self.sources else layer
 
     def place(self, layer: int) -> LayerPlace:
         """Return where a layer's keys and values are."""
@@ -218,8 +224,10 @@ class AttentionBackend(abc.ABC):
     ) -> Tensor:
         """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
 
-        Queries and keys are normed where the model does so, and the rotary embedding is applied to
-        them; keys and values are written to the cache; each token attends to the tokens before it
-        and to itself. sinks float32 [H]: a score of each query head that the softmax's denominator
-        has beside those of the keys. May write over qkv.
+        A layer that reads the keys and values of another one has queries alone, qkv [T, H * D]; the
+        other one has attended before, in this step. Queries and keys are normed where the model
+        does so, and the rotary embedding is applied to them; keys and values are written to the
+        cache; each token attends to the tokens before it and to itself. sinks float32 [H]: a score
+        of each query head that the softmax's denominator has beside those of the keys. May write
+        over qkv.
         """

@@ -285,6 +285,11 @@ def _check(setup: AttentionSetup) -> None:
             "attention_backend: 'flashinfer' takes one window for all layers, this model's layers "
             "have several; choose another backend"
         )
+    if setup.memory is not None or setup.shape.sources:
+        raise EngineStartError(
+            "attention_backend: 'flashinfer' takes layers with heads of one shape and with keys of "
+            "their own, this model has others; choose another backend"
+        )
     if setup.shape.has_sinks or any(setup.shape.softcaps):
         raise EngineStartError(
             "attention_backend: 'flashinfer' takes models without sinks and without a softcap of "

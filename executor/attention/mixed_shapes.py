@@ -84,6 +84,8 @@ def _setup_of(
             tables=tuple(own_tables.index(table) for table in tables),
             places=tuple(shape.place(layer) for layer in layers),
             kept=tuple(shape.kept[layer] for layer in layers),
+            # A layer and the one whose keys it reads have heads of one shape.
+            sources=tuple(layers.index(shape.source(layer)) for layer in layers),
         ),
         rotary=[setup.rotary[table] for table in own_tables],
         memory=memory.of_layers(layers),

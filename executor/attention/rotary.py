@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from sidestep.ipc.model.layer_spec import RopeSpec
-from sidestep.ipc.model.rope_config import QUERY_BETA
+from sidestep.ipc.model.rope_config import QUERY_BETA, ROTATED
 
 
 def frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple[Tensor, float]:
     """Return each rotated pair's angle per position, float32, and the factor on cos and sin.
 
+    Pairs behind these are not rotated.
     length: number of positions, by which LongRoPE chooses among its lists.
     """
     dims = rope.dims or head_dim
@@ -28,6 +29,9 @@ def frequencies(rope: RopeSpec, head_dim: int, length: int = 0) -> tuple[Tensor,
         return _yarn(inverse, rope, dims)
     if rope.rope_type == "longrope":
         return _longrope(inverse, scaling, length)
+    if rope.rope_type == "proportional":
+        rotated = int(scaling[ROTATED] * head_dim // 2)
+        return inverse[:rotated] / scaling["factor"], 1.0
     return inverse, 1.0
 
 

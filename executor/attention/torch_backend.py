@@ -133,7 +133,7 @@ class TorchAttention(AttentionBackend):
     ) -> Tensor:
         """Norm and rotate queries and keys, then write the cache and attend."""
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
-        by_head = qkv.view(-1, heads + 2 * kv_heads, self._shape.head_dim)
+        by_head = qkv.view(len(qkv), -1, self._shape.head_dim)
         if norms is not None:
             by_head[:, :heads] = rms_norm(by_head[:, :heads], norms[0], self._norm_eps)
             by_head[:, heads : heads + kv_heads] = rms_norm(
@@ -146,7 +146,8 @@ class TorchAttention(AttentionBackend):
     def _attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
         cache, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
-        write_kv(cache, kv, self._slot_mapping[group])
+        if self._shape.source(layer) == layer:
+            write_kv(cache, kv, self._slot_mapping[group])
         if not self._chunks:
             return self._decode(layer, q, kv, sinks)
         out = torch.empty_like(q)
@@ -169,11 +170,12 @@ class TorchAttention(AttentionBackend):
         """Return the attention of rows of one token, [R, H, D]."""
         if self._order is not None:
             q, kv = q.index_select(0, self._order), kv.index_select(0, self._order)
-        copy = self._copies[layer]
-        if copy is None or not self._extend_copy:
-            copy = self._gather(layer)
-        else:
+        source = self._shape.source(layer)
+        copy = self._copies[source]
+        if source == layer and copy is not None and self._extend_copy:
             copy[self._row_index, :, self._last_index] = kv.float()
+        elif source == layer or copy is None:
+            copy = self._gather(layer)
         made = [
             decode_attention(
                 q[group.rows],

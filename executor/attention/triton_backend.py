@@ -67,6 +67,11 @@ class TritonAttention(AttentionBackend):
             self.cache.of_layer(layer).view(setup.dtype).view(sizes)
             for layer in range(shape.num_layers)
         ]
+        # A layer that reads the keys and values of another one writes none.
+        self._written = [
+            cache if shape.source(layer) == layer else cache[:, :0]
+            for layer, cache in enumerate(self._layers)
+        ]
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
         self._scratches = {
@@ -134,7 +139,8 @@ class TritonAttention(AttentionBackend):
         rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before.
-        if rows.max_prompt_rows == 0 and rows.queries == 1 and qkv.shape[0] <= _FEW_ROWS:
+        one_each = rows.max_prompt_rows == 0 and rows.queries == 1
+        if one_each and qkv.shape[0] <= _FEW_ROWS and shape.source(layer) == layer:
             self._attend_decodes(step, layer, qkv, out, rope, sinks)
             return out
         qkv_rope(
@@ -145,7 +151,7 @@ class TritonAttention(AttentionBackend):
             rope.sin,
             norms,
             rope.eps,
-            self._layers[layer],
+            self._written[layer],
             shape.num_heads,
         )
         if rows.max_prompt_rows == 0:

@@ -62,6 +62,27 @@ class GatedQueries(RearrangedWeights):
         return StoredRows(self._stored, 2 * num_rows, both, halves[:, self._halves[name]].flatten())
 
 
+def _head_norms(
+    spec: AttentionSpec, norm_spec: NormSpec, weights: Weights, name: str
+) -> Norms | None:
+    """Return the norms of each head's queries and keys; for queries alone, theirs twice."""
+    if not spec.head_norms:
+        return None
+    q_norm, *k_norm = (
+        load_norm(norm_spec, weights, f"{name}.{one}_norm.weight", spec.head_dim).weight
+        for one in ("q" if spec.kv_back else "qk")
+    )
+    return q_norm, k_norm[0] if k_norm else q_norm
+
+
+def _value_norm(spec: AttentionSpec, norm_spec: NormSpec, weights: Weights) -> RmsNorm | None:
+    """Return the norm of each head's values, if the layer has one and values of its own."""
+    if not spec.value_norms or spec.kv_back:
+        return None
+    ones = torch.ones(spec.head_dim, dtype=weights.dtype, device=weights.device)
+    return RmsNorm(ones, norm_spec.eps)
+
+
 class Attention:
     """Self-attention of one layer.
 
@@ -80,7 +101,7 @@ class Attention:
         norm_spec: NormSpec,
         after: RmsNorm | None = None,
     ) -> None:
-        self._following = following
+        self._following, self._spec = following, spec
         order = None if spec.rope is None else pair_order(spec.rope, spec.head_dim)
         heads, kv_heads = parallel.share(spec.num_heads), parallel.kv_heads(spec.num_kv_heads)
         q_rows, kv_rows = (
@@ -91,15 +112,18 @@ class Attention:
         if spec.gate:
             weights = GatedQueries(weights, spec.head_dim, name)
         ordered = weights if order is None else OrderedHeads(weights, order, name)
+        kv_parts = [(f"{name}.{one}_proj", total_kv, kv_rows) for one in "kv"]
         parts = [
             (f"{name}.q_proj", total_q, q_rows),
-            (f"{name}.k_proj", total_kv, kv_rows),
-            (f"{name}.v_proj", total_kv, kv_rows),
+            *kv_parts[: spec.num_kv_projections],
             *([(f"{name}.gate_proj", total_q, q_rows)] if spec.gate else []),
         ]
         self._qkv = column_parallel(ordered, parts, hidden_size, bias=spec.bias)
-        self._width = len(q_rows)
-        self._gate_from = len(q_rows) + 2 * len(kv_rows) if spec.gate else None
+        self._width, kv_width = len(q_rows), 0 if spec.kv_back else len(kv_rows)
+        after_keys = self._width + kv_width
+        self._keys = slice(self._width, after_keys)
+        self._values = slice(after_keys, after_keys + kv_width)
+        self._gate_from = self._values.stop if spec.gate else None
         """First column of the gate, which is the product's last part; None without a gate."""
         self._out = RowParallelLinear(
             weights,
@@ -112,13 +136,8 @@ class Attention:
             bias=spec.output_bias,
             after=after,
         )
-        self._head_norms: Norms | None = None
-        if spec.head_norms:
-            q_norm, k_norm = (
-                load_norm(norm_spec, ordered, f"{name}.{one}_norm.weight", spec.head_dim)
-                for one in "qk"
-            )
-            self._head_norms = q_norm.weight, k_norm.weight
+        self._head_norms = _head_norms(spec, norm_spec, ordered, name)
+        self._value_norm = _value_norm(spec, norm_spec, weights)
         self._sinks = (
             weights.get(f"{name}.sinks", (spec.num_heads,), rows=heads).float()
             if spec.sinks
@@ -127,10 +146,10 @@ class Attention:
         self._row_norms = [
             (columns, SharedNorm(norm_spec, ordered, f"{name}.{one}_norm.weight", *part, parallel))
             for one, columns, part in (
-                ("q", slice(0, len(q_rows)), (total_q, q_rows)),
-                ("k", slice(len(q_rows), len(q_rows) + len(kv_rows)), (total_kv, kv_rows)),
+                ("q", slice(0, self._width), (total_q, q_rows)),
+                ("k", self._keys, (total_kv, kv_rows)),
             )
-            if spec.row_norms
+            if spec.row_norms and not (one == "k" and spec.kv_back)
         ]
 
     def warm_up(self, stream: Stream) -> Stream:
@@ -141,7 +160,7 @@ class Attention:
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
     ) -> Stream:
         """Return the stream with attention added. rows: see Layer."""
-        qkv = self._qkv(stream)
+        qkv = self._with_values(self._qkv(stream))
         for columns, norm in self._row_norms:
             qkv[:, columns] = norm(qkv[:, columns])
         attended = attention.attend(layer, qkv[:, : self._gate_from], self._head_norms, self._sinks)
@@ -150,6 +169,17 @@ class Attention:
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
         return self._add(stream, attended)
+
+    def _with_values(self, qkv: Tensor) -> Tensor:
+        """Return the projections with the values as they are kept."""
+        if self._spec.keys_as_values:
+            values_from = self._values.start
+            qkv = torch.cat([qkv[:, :values_from], qkv[:, self._keys], qkv[:, values_from:]], 1)
+        if self._value_norm is not None:
+            values = qkv[:, self._values]
+            heads = values.reshape(-1, self._spec.head_dim)
+            values.copy_(self._value_norm(heads).view_as(values))
+        return qkv
 
     def _add(self, stream: Stream, attended: Tensor) -> Stream:
         return self._out.add_to(stream.hidden, attended, self._following)

@@ -62,20 +62,28 @@ class VocabParallelEmbedding:
 
     def __call__(self, token_ids: Tensor, norm: RmsNorm) -> Stream:
         """Return the stream. norm: the norm that the stream goes through first."""
+        own, rows = self._own(token_ids), len(token_ids)
         if self._parallel.size == 1:
-            whole = torch.nn.functional.embedding(token_ids, self._shard)
-            return Stream(self._scaled(whole), norm)
-        local = token_ids - self._first
-        outside = (local < 0) | (local >= self._shard.shape[0])
-        vectors = self._scaled(
-            torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
-        )
-        rows = len(token_ids)
+            return Stream(own, norm)
         part = self._parallel.part(SumBuffer.EMBEDDING, rows) if norm.may_begin else None
         if part is not None:
-            part.mine.copy_(vectors.masked_fill_(outside[:, None], 0))
+            part.mine.copy_(own)
             return part.sum(norm)
-        return Stream(self._parallel.all_reduce(vectors.masked_fill_(outside[:, None], 0)), norm)
+        return Stream(self._parallel.all_reduce(own), norm)
+
+    def vectors(self, token_ids: Tensor) -> Tensor:
+        """Return the vectors [T, D]."""
+        own = self._own(token_ids)
+        return own if self._parallel.size == 1 else self._parallel.all_reduce(own)
+
+    def _own(self, token_ids: Tensor) -> Tensor:
+        """Return the vectors of this rank's tokens, and zeros for other tokens: [T, D]."""
+        if self._parallel.size == 1:
+            return self._scaled(torch.nn.functional.embedding(token_ids, self._shard))
+        local = token_ids - self._first
+        outside = (local < 0) | (local >= self._shard.shape[0])
+        vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
+        return self._scaled(vectors).masked_fill_(outside[:, None], 0)
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self._scale == 1.0 else vectors.mul_(self._scale)

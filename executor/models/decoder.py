@@ -19,6 +19,7 @@ from sidestep.executor.layers.experts import Experts
 from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm
+from sidestep.executor.layers.token_inputs import TokenInput, load_token_inputs
 from sidestep.executor.layers.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -27,7 +28,7 @@ from sidestep.executor.layers.vocab import (
 )
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Matrix, Weights
-from sidestep.ipc.model.cache_groups import cache_groups, layer_places
+from sidestep.ipc.model.cache_groups import cache_groups, kv_sources, layer_places
 from sidestep.ipc.model.layer_spec import (
     AttentionSpec,
     LayerSpec,
@@ -50,8 +51,9 @@ def attention_shape(
     """
     longest = spec.max_position_embeddings if max_model_len is None else max_model_len
     groups = cache_groups(spec.layers, longest)
-    mixers = attention_of(layers_of(spec, stage))
-    ropes = distinct_ropes(mixers)
+    own = layers_of(spec, stage)
+    mixers, sources = attention_of(own), kv_sources(own)
+    ropes, shares = distinct_ropes(mixers), sources != tuple(range(len(mixers)))
     heads = [heads_of(mixer, parallel) for mixer in mixers or attention_of(spec.layers)[:1]]
     return AttentionShape(
         num_layers=len(mixers),
@@ -64,7 +66,8 @@ def attention_shape(
         softcaps=tuple(mixer.score_softcap for mixer in mixers),
         has_sinks=any(mixer.sinks for mixer in mixers),
         tables=tuple(ropes.index((mixer.rope, mixer.head_dim)) for mixer in mixers),
-        places=layer_places(layers_of(spec, stage), groups, longest) if groups.windows else (),
+        places=layer_places(own, groups, longest) if groups.windows or shares else (),
+        sources=sources if shares else (),
         kept=tuple(mixer.kv(parallel.size) for mixer in mixers),
     )
 
@@ -107,7 +110,7 @@ def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
     if not isinstance(mixer, AttentionSpec):
         return mixer
     heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    return heads, mixer.window, mixer.score_softcap, mixer.sinks
+    return heads, mixer.window, mixer.score_softcap, mixer.sinks, mixer.kv_back > 0
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
@@ -200,10 +203,18 @@ class Layer:
             if isinstance(layer.mlp, MlpSpec)
             else Experts(layer.mlp, width, weights, name, following, parallel, after)
         )
+        self._token_input = (
+            None
+            if layer.token_input is None
+            else TokenInput(layer.token_input, width, weights, name, spec.norm)
+        )
+        self._factor = weights.get(f"{name}.layer_scalar", (1,)) if layer.stored_factor else None
 
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
-        self._mlp(self._mixer.warm_up(stream))
+        made = self._mlp(self._mixer.warm_up(stream))
+        if self._token_input is not None:
+            self._token_input.warm_up(made)
 
     def __call__(
         self,
@@ -211,17 +222,26 @@ class Layer:
         attention: AttentionBackend,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
+        inputs: Tensor | None = None,
     ) -> Stream:
         """Return the stream after this layer.
 
         rows: tokens of which more is needed than their keys and values, or than the states after
         them (int [R]; None for all). recurrent: the states, if the model has recurrent layers.
+        inputs [T, P]: the layer's own vectors of the tokens, if it takes any.
         """
         if isinstance(self._mixer, Attention):
-            return self._mlp(self._mixer(stream, self._local_index, attention, rows))
-        assert recurrent is not None, "a recurrent layer needs states"
-        state = recurrent.states[self._local_index]
-        return self._mlp(self._mixer(stream, state, recurrent.rows, rows))
+            mixed = self._mixer(stream, self._local_index, attention, rows)
+        else:
+            assert recurrent is not None, "a recurrent layer needs states"
+            state = recurrent.states[self._local_index]
+            mixed = self._mixer(stream, state, recurrent.rows, rows)
+        made = self._mlp(mixed)
+        if self._token_input is not None and inputs is not None:
+            own = inputs if rows is None else inputs.index_select(0, rows)
+            made = self._token_input.add(made, own)
+        # What is computed of the next norm was for the stream without the factor.
+        return made if self._factor is None else Stream(made.hidden.mul_(self._factor), made.norm)
 
 
 class DecoderForCausalLM:
@@ -243,6 +263,7 @@ class DecoderForCausalLM:
             if embedded is not None
             else None
         )
+        self._token_inputs = load_token_inputs(spec, weights, parallel)
         norms = [
             norm_before(spec, weights, f"model.layers.{i}", spec.layers[i].norms.before_mixer)
             for i in stage.layers
@@ -352,9 +373,12 @@ class DecoderForCausalLM:
         """
         norm = self._first_norm
         stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
-        for layer in self._layers[:-1]:
-            stream = layer(stream, attention, None, recurrent)
-        return self._layers[-1](stream, attention, rows, recurrent)
+        own: Sequence[Tensor | None] = [None] * len(self._layers)
+        if self._token_inputs is not None:
+            own = self._token_inputs(inputs, stream.hidden)
+        for layer, one in zip(self._layers[:-1], own, strict=False):
+            stream = layer(stream, attention, None, recurrent, one)
+        return self._layers[-1](stream, attention, rows, recurrent, own[-1])
 
     def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
         """Return logits [R, V] of what `states` returned, or of some of its rows.

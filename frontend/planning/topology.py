@@ -25,7 +25,7 @@ from sidestep.ipc.model.cache_sizes import (
     GPU_MARGIN_BYTES,
 )
 from sidestep.ipc.model.kv.kv_layout import KvLayout, kv_layout
-from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
+from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of, why_one_stage
 from sidestep.ipc.model.model_size import (
     layers_size,
 )
@@ -88,7 +88,8 @@ def _replica_sizes(spec: ModelSpec, num_devices: int) -> Iterator[tuple[int, int
             check_tensor_parallel(spec, tp)
         except ValidationError:
             continue
-        for pp in range(1, min(spec.num_layers, num_devices // tp) + 1):
+        stages = 1 if why_one_stage(spec) is not None else spec.num_layers
+        for pp in range(1, min(stages, num_devices // tp) + 1):
             if num_devices // (tp * pp) * tp * pp == num_devices:
                 yield tp, pp
 

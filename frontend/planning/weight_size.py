@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sidestep.ipc.model.layer_size import MatrixSize
 from sidestep.ipc.model.layer_split import Stage
-from sidestep.ipc.model.model_size import table_size
+from sidestep.ipc.model.model_size import inputs_size, table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.quantization.weight_scheme import HEAD, QuantizationSpec, WeightScheme
 
@@ -38,7 +38,10 @@ def weight_size(
         for matrix, scheme in _forms(spec, index, num_ranks):
             own = matrix.num_bytes(scheme if keeps_codes else None, itemsize)
             held, read = held + own, read + own * float(matrix.active)
-    held += stage.is_first * table_size(spec, num_ranks) * itemsize
+    if stage.is_first:
+        inputs = inputs_size(spec, num_ranks)
+        held += (table_size(spec, num_ranks) + inputs.parameters) * itemsize
+        read += (inputs.active + inputs.vectors) * itemsize
     if stage.is_last:
         norm, head = spec.hidden_size * itemsize, _head(spec, num_ranks, itemsize, keeps_codes)
         shared = stage.is_first and spec.tie_word_embeddings

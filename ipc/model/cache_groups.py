@@ -69,7 +69,7 @@ def cache_groups(layers: Sequence[LayerSpec], max_model_len: int) -> CacheGroups
 
     A window of `max_model_len` tokens or more is none.
     """
-    mixers = attention_of(layers)
+    mixers = [mixer for mixer in attention_of(layers) if not mixer.kv_back]
     layers_with = Counter(_window(mixer, max_model_len) for mixer in mixers)
     num_full = layers_with.pop(0, 0)
     windows = sorted(layers_with)
@@ -98,16 +98,35 @@ def layer_places(
 ) -> tuple[LayerPlace, ...]:
     """Return the place of each layer with attention, of some layers such as those of a stage.
 
-    groups: those of the whole model. Layers of one window take its groups in turn.
+    groups: those of the whole model. Layers of one window take its groups in turn. A layer that
+    reads the keys and values of another one has that layer's place.
     """
     seen, places = Counter[int](), list[LayerPlace]()
-    for mixer in attention_of(layers):
+    for index, (mixer, source) in enumerate(
+        zip(attention_of(layers), kv_sources(layers), strict=True)
+    ):
+        if source != index:
+            places.append(places[source])
+            continue
         window = _window(mixer, max_model_len)
         own = [i for i, one in enumerate(groups.windows, 1) if one == window] if window else [0]
         memory, turn = divmod(seen[window], len(own))
         seen[window] += 1
         places.append(LayerPlace(own[turn], memory))
     return tuple(places)
+
+
+def kv_sources(layers: Sequence[LayerSpec]) -> tuple[int, ...]:
+    """Return whose keys and values each layer with attention reads; most read their own.
+
+    The indices are those among the layers with attention.
+    """
+    index_of: dict[int, int] = {}
+    for layer, spec in enumerate(layers):
+        if isinstance(spec.mixer, AttentionSpec):
+            back = spec.mixer.kv_back
+            index_of[layer] = index_of[layer - back] if back else len(index_of)
+    return tuple(index_of.values())
 
 
 def layers_in_block(places: Sequence[LayerPlace]) -> int:

@@ -77,6 +77,20 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """The bound c of the scores: a score s becomes c * tanh(s / c)."""
     sinks: bool = False
     """Whether each query head has a learnt score that only the softmax's denominator has."""
+    value_norms: bool = False
+    """RMSNorm without weights over each head's v."""
+    keys_as_values: bool = False
+    """Whether v is the result of the k projection, before its norm and the rotary embedding."""
+    kv_back: int = 0
+    """How many layers before this one the layer is whose keys and values this one reads.
+
+    It has no projections of k and v then. 0 if it has keys and values of its own.
+    """
+
+    @property
+    def num_kv_projections(self) -> int:
+        """The number of projections beside that of q."""
+        return 0 if self.kv_back else 2 - self.keys_as_values
 
     @property
     def scale(self) -> float:
@@ -92,24 +106,25 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         )
 
     def kv(self, num_ranks: int = 1) -> LayerKv:
-        """Return what one rank keeps of each token."""
+        """Return what one rank keeps of each token, or reads of what another layer keeps."""
         return LayerKv(num_kv_heads=max(1, self.num_kv_heads // num_ranks), head_dim=self.head_dim)
 
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
         """Return the size of one rank's part."""
         dim = self.head_dim
         heads, kv_heads = self._heads(num_ranks)
-        projected = (1 + self.gate) * heads + 2 * kv_heads
+        own_kv_heads = 0 if self.kv_back else kv_heads
+        projected = (1 + self.gate) * heads + self.num_kv_projections * kv_heads
         matrices = self.matrices(hidden_size, num_ranks)
         return LayerSize(
             matrices=sum(one.numbers for one in matrices),
             active=active_numbers(matrices),
             vectors=self.bias * dim * projected
             + self.output_bias * hidden_size
-            + 2 * dim * self.head_norms
+            + (2 - bool(self.kv_back)) * dim * self.head_norms
             + heads * self.sinks
-            + dim * (heads + kv_heads) * self.row_norms,
-            kv_per_token=self.kv(num_ranks).num_values,
+            + dim * (heads + own_kv_heads) * self.row_norms,
+            kv_per_token=0 if self.kv_back else self.kv(num_ranks).num_values,
             widest=dim * (projected + heads),
         )
 
@@ -120,8 +135,10 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
         kv_rows = self.head_dim * kv_heads
         return [
             MatrixSize(f"{own}.q_proj", (1 + self.gate) * rows, hidden_size),
-            MatrixSize(f"{own}.k_proj", kv_rows, hidden_size),
-            MatrixSize(f"{own}.v_proj", kv_rows, hidden_size),
+            *(
+                MatrixSize(f"{own}.{one}_proj", kv_rows, hidden_size)
+                for one in "kv"[: self.num_kv_projections]
+            ),
             MatrixSize(f"{own}.o_proj", hidden_size, rows),
         ]
 
@@ -333,12 +350,59 @@ USUAL_NORMS = LayerNorms()
 """The norms of Llama's layers."""
 
 
+class TokenInputSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A vector of each token for each layer, from a table and from the token's embedding.
+
+    Behind its MLP, a layer adds norm(projection(act(gate(stream)) * vector)). Each rank has the
+    whole matrices, and a part of the table.
+    """
+
+    width: int
+    """Values of a vector."""
+    vocab_size: int
+    """Rows of the table."""
+    activation: Activation = "silu"
+
+    def size(self, hidden_size: int) -> LayerSize:
+        """Return the size of the part that a layer has."""
+        matrices = active_numbers(self.matrices(hidden_size))
+        return LayerSize(
+            matrices=matrices, active=matrices, vectors=hidden_size, widest=3 * self.width
+        )
+
+    def matrices(self, hidden_size: int) -> list[MatrixSize]:
+        """Return the matrices of a layer, which each rank has."""
+        return [
+            MatrixSize("per_layer_input_gate", self.width, hidden_size),
+            MatrixSize("per_layer_projection", hidden_size, self.width),
+        ]
+
+    def common_size(self, hidden_size: int, num_layers: int, num_ranks: int = 1) -> LayerSize:
+        """Return the size of the part that no layer has: the table, a projection and a norm.
+
+        The table's rows are padded to a multiple of the ranks, which share them out.
+        """
+        values = num_layers * self.width
+        projection = values * hidden_size
+        return LayerSize(
+            matrices=projection + -(-self.vocab_size // num_ranks) * values,
+            active=projection,
+            vectors=self.width,
+            widest=3 * values,
+        )
+
+
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One layer: a mixer, and an MLP or experts, which add to the residual stream."""
 
     mixer: AttentionSpec | DeltaSpec
     mlp: MlpSpec | ExpertsSpec
     norms: LayerNorms = USUAL_NORMS
+    token_input: TokenInputSpec | None = None
+    """The vectors of its own that the layer takes; alike in the whole model."""
+    stored_factor: bool = False
+    """Whether the residual stream behind the layer is multiplied with a number of the checkpoint,
+    `layer_scalar`."""
 
     @property
     def divided(self) -> tuple[Divided, ...]:
@@ -351,15 +415,20 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
         Norms are counted on every rank, since every rank has them. So are the biases of projections
         to the residual stream.
         """
-        norms = LayerSize(vectors=self.norms.count * hidden_size)
-        return (
-            self.mixer.size(hidden_size, num_ranks) + self.mlp.size(hidden_size, num_ranks) + norms
-        )
+        parts = [
+            self.mixer.size(hidden_size, num_ranks),
+            self.mlp.size(hidden_size, num_ranks),
+            LayerSize(vectors=self.norms.count * hidden_size + self.stored_factor),
+        ]
+        if self.token_input is not None:
+            parts.append(self.token_input.size(hidden_size))
+        return sum(parts, LayerSize())
 
     def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
         """Return the matrices of products of that part."""
         mixer, mlp = (one.matrices(hidden_size, num_ranks) for one in (self.mixer, self.mlp))
-        return mixer + mlp
+        inputs = [] if self.token_input is None else self.token_input.matrices(hidden_size)
+        return mixer + mlp + inputs
 
 
 def attention_of(layers: Iterable[LayerSpec]) -> list[AttentionSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from sidestep.ipc.model.layer_spec import LayerSpec
+from sidestep.ipc.model.layer_spec import LayerSpec, attention_of
 from sidestep.ipc.model.model_size import table_size
 from sidestep.ipc.model.model_spec import ModelSpec
 
@@ -36,6 +36,15 @@ class Stage:
     def is_last(self) -> bool:
         """Whether the stage samples tokens."""
         return self.index == self.count - 1
+
+
+def why_one_stage(spec: ModelSpec) -> str | None:
+    """Return why a model's layers cannot be divided into stages, or None if they can."""
+    if spec.token_input is not None:
+        return "its layers take vectors of token ids, which only the first stage has"
+    if any(mixer.kv_back for mixer in attention_of(spec.layers)):
+        return "its last layers read the keys and values of earlier layers"
+    return None
 
 
 def split_layers(spec: ModelSpec, num_stages: int) -> tuple[int, ...]:

@@ -22,6 +22,14 @@ def table_size(spec: ModelSpec, num_ranks: int = 1) -> int:
     return -(-spec.vocab_size // num_ranks) * spec.hidden_size
 
 
+def inputs_size(spec: ModelSpec, num_ranks: int = 1) -> LayerSize:
+    """Return the size of a rank's part of what makes the layers' own vectors of tokens."""
+    inputs = spec.token_input
+    if inputs is None:
+        return LayerSize()
+    return inputs.common_size(spec.hidden_size, spec.num_layers, num_ranks)
+
+
 def num_parameters(
     spec: ModelSpec,
     num_ranks: int = 1,
@@ -40,6 +48,6 @@ def num_parameters(
     shares_table = first and last and spec.tie_word_embeddings
     return (
         layers_size(spec, num_ranks, layers).parameters
-        + first * table
+        + first * (table + inputs_size(spec, num_ranks).parameters)
         + last * (spec.hidden_size + (0 if shares_table or spec.pooling is not None else table))
     )

@@ -19,7 +19,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_size import Divided
-from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec
+from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec, TokenInputSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
 from sidestep.ipc.model.read_quantization import read_quantization
@@ -65,6 +65,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
+
+    @property
+    def token_input(self) -> TokenInputSpec | None:
+        """The vectors of their own that layers take of tokens, if they take any."""
+        return self.layers[0].token_input
 
     @property
     def divided(self) -> tuple[Divided, ...]:

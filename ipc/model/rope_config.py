@@ -15,14 +15,19 @@ from sidestep.ipc.model.layer_spec import RopeSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers."""
+ROTATED = "partial_rotary_factor"
+"""The rotated part of each head."""
 _ORIGINAL = "original_max_position_embeddings"
 _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_DEFAULTS = {("proportional", "factor"): 1.0, ("proportional", ROTATED): 1.0}
+"""Values of missing numbers, by the type and the number's name."""
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL, *_OPTIONAL),
     "longrope": ("factor", _ORIGINAL, "attention_factor"),
+    "proportional": ("factor", ROTATED),
 }
 """Rope type -> names of the numbers that scale it."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -61,9 +66,12 @@ def read_rope(
         rope = rope[layer_type]
     given = {name: value for name, value in rope.items() if value is not None}
     given = {name: value for name, value in given.items() if name not in ignored}
-    dims = _rotated_dims(config, given, 1.0 if rotated is None else rotated)
+    dims = None
+    # The pairs of a proportional rope are those of whole heads, of which some are not rotated.
+    if given.get("rope_type") != "proportional":
+        dims = _rotated_dims(config, given, 1.0 if rotated is None else rotated)
     if rotated is None and dims is not None:
-        config.refuse("partial_rotary_factor", "must be 1 for this architecture")
+        config.refuse(ROTATED, "must be 1 for this architecture")
     old_name, rope_type = given.pop("type", None), given.pop("rope_type", None)
     rope_type = rope_type or old_name or "default"
     if rope_type not in ROPE_TYPES:
@@ -105,7 +113,7 @@ def read_head_dim(config: HfConfig) -> int:
 
 def _rotated_dims(config: HfConfig, given: dict[str, Any], default: float) -> int | None:
     """Return how many values of a head are rotated; None for all."""
-    name, head_dim = "partial_rotary_factor", read_head_dim(config)
+    name, head_dim = ROTATED, read_head_dim(config)
     older = config.get(name)
     part = given.pop(name, older if older is not None else default)
     if not is_number(part) or not 0 < part <= 1:
@@ -142,11 +150,15 @@ def _scaling(config: HfConfig, rope_type: str, given: dict[str, Any]) -> dict[st
     length = config.whole("max_position_embeddings")
     original = config.get(_ORIGINAL) or given.get(_ORIGINAL)
     scaling: dict[str, Any] = {}
+    if rope_type == "proportional" and is_number(part := given.get(ROTATED, 1.0)) and part > 1:
+        config.refuse(ROTATED, f"must be a number above 0 and at most 1, not {part!r}")
     for name in _NUMBERS[rope_type]:
         value = original or length if name == _ORIGINAL else given.get(name)
         derived = (name, rope_type) in (("factor", "yarn"), ("factor", "longrope"))
         if value is None and derived and isinstance(original, int):
             value = length / original
+        if value is None:
+            value = _DEFAULTS.get((rope_type, name))
         if value is None and name not in _OPTIONAL:
             config.refuse(f"{name} of rope type {rope_type!r}", "is missing")
         if value is not None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from sidestep.executor.attention.base import AttentionSetup
-from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.attention.mixed_shapes import open_attention
+from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.attention.torch_backend import TorchAttention
 from sidestep.executor.models.decoder import attention_shape, distinct_ropes, layers_of
 from sidestep.executor.models.model_loading import MULTIMODAL, model_class
@@ -21,7 +21,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.ipc.common import registry
 from sidestep.ipc.model.kv.kv_layout import kv_layout
 from sidestep.ipc.model.layer_spec import attention_of
-from sidestep.ipc.model.layer_split import split_layers, stage_of
+from sidestep.ipc.model.layer_split import split_layers, stage_of, why_one_stage
 from sidestep.ipc.model.model_size import num_parameters
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.counting_weights import CountingWeights
@@ -65,8 +65,9 @@ def test_ranks_and_stages_read_and_keep_what_the_specification_says(
         return
     parallel = Parallel()
     parallel.size = ranks  # rank 0, whose part of the vocabulary has no padding
-    split = split_layers(spec, 2)
-    for layers in ((spec.num_layers,), split):
+    whole = (spec.num_layers,)
+    splits = [whole, *([] if why_one_stage(spec) else [split_layers(spec, 2)])]
+    for layers in splits:
         for index in range(len(layers)):
             stage, weights = stage_of(layers, index), CountingWeights()
             own = layers_of(spec, stage)
