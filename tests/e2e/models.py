@@ -17,6 +17,8 @@ from transformers import (
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4Config,
     Glm4MoeConfig,
     GlmConfig,
@@ -79,6 +81,24 @@ def _of(kind: Callable[..., PretrainedConfig], **changes: Any) -> PretrainedConf
 
 def rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_theta": 10000.0, "rope_type": kind, **values}
+
+
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "global_head_dim": 24,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 16,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": COMMON["vocab_size"],
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": rope("default"),
+        "full_attention": rope("proportional", partial_rotary_factor=0.5),
+    },
+}
+"""Heads of two shapes."""
 
 
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
@@ -151,6 +171,36 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
             "sliding_attention": rope("default"),
             "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
         },
+    ),
+    "gemma4": lambda: _of(
+        Gemma4TextConfig,
+        **{
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention"] * 3
+            + ["full_attention", "sliding_attention", "full_attention"],
+        },
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+    ),
+    "gemma4-token-inputs": lambda: _of(
+        Gemma4TextConfig,
+        **{
+            **_GEMMA4,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+            + ["full_attention"],
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 4,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma4-unified": lambda: _of(
+        Gemma4UnifiedTextConfig,
+        **{name: value for name, value in _GEMMA4.items() if "per_layer" not in name},
+        attention_bias=True,
     ),
     "glm": lambda: _of(GlmConfig, head_dim=16, attention_bias=True),
     "glm4": lambda: _of(Glm4Config, head_dim=24, partial_rotary_factor=0.5),
@@ -281,6 +331,8 @@ def write_model(family: str, folder: Path, **changes: Any) -> str:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.5, 0.5)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
     model.save_pretrained(folder)
     return str(folder)
 

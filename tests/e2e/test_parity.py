@@ -44,6 +44,8 @@ def engine_tokens(
         "qwen2",
         "qwen3-tied",
         "gemma3",
+        "gemma4",
+        "gemma4-token-inputs",
         "olmo3",
         "qwen3-next",
         "qwen3.5",
@@ -76,7 +78,9 @@ def test_each_architecture_equals_transformers_in_a_mixed_batch(
     assert got == expected
 
 
-@pytest.mark.parametrize(("family", "blocks"), [("mistral-window", 20), ("olmo3", 120)])
+@pytest.mark.parametrize(
+    ("family", "blocks"), [("mistral-window", 20), ("olmo3", 120), ("gemma4-token-inputs", 120)]
+)
 def test_a_prompt_of_ten_windows_in_a_cache_with_room_for_few(
     family: str, blocks: int, random_model: RandomModel
 ) -> None:
@@ -147,6 +151,8 @@ def test_64_requests_equal_transformers_however_they_are_run(
         ("llama-gqa", 4),
         ("gemma2", 2),
         ("gemma3", 2),
+        ("gemma4", 2),
+        ("gemma4-token-inputs", 2),
         ("glm4", 2),
         ("ministral3", 2),
         ("olmo2", 4),

@@ -29,6 +29,7 @@ SMALL: dict[str, Any] = {
         ("llama-mha-tied", {"pipeline_parallel_size": 2, "pipeline_layers": (1, 2), **SMALL}),
         ("qwen2-window", {"pipeline_parallel_size": 3}),
         ("qwen3-moe", {"pipeline_parallel_size": 2}),
+        ("gemma4", {"pipeline_parallel_size": 2, **SMALL, "num_kv_blocks": 120}),
         ("qwen3.5", {"pipeline_parallel_size": 2, **SMALL}),
         (
             "llama-biases",
