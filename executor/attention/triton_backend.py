@@ -19,6 +19,7 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import config_of
@@ -30,6 +31,13 @@ _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
 number. Decode attention itself norms and rotates up to this many rows of one query each; else a
 kernel before it does."""
+
+
+_MOST_DIM = 256
+"""Largest size of heads whose tiles fit on every GPU."""
+_LARGE, _HALF_LARGE = (90, 100, 103), (80,)
+"""Compute capabilities times ten of GPUs with shared memory for larger heads: in all types, and in
+types of two bytes."""
 
 
 class _Step(NamedTuple):
@@ -57,6 +65,8 @@ class TritonAttention(AttentionBackend):
         )
 
     def __init__(self, setup: AttentionSetup) -> None:
+        """Allocate the cache. Raises EngineStartError for heads that are too large for the GPU."""
+        _check(setup)
         shape = self._shape = setup.shape
         self._setup = setup
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
@@ -230,4 +240,16 @@ class TritonAttention(AttentionBackend):
             scale=self._shape.scale(layer),
             softcap=self._shape.softcap(layer),
             sinks=sinks,
+        )
+
+
+def _check(setup: AttentionSetup) -> None:
+    """Raise EngineStartError if tiles of the heads do not fit in the GPU's shared memory."""
+    gpu, dim, wide = gpu_of(setup.device), setup.shape.head_dim, setup.dtype.itemsize > 2
+    fit = (*(() if wide else _HALF_LARGE), *_LARGE)
+    if gpu is not None and dim > _MOST_DIM and gpu.capability not in fit:
+        kind = str(setup.dtype).removeprefix("torch.")
+        raise EngineStartError(
+            f"model: heads of size {dim} in {kind} need a GPU of compute capability "
+            f"{', '.join(f'{one / 10}' for one in sorted(fit))}; this one has {gpu.capability / 10}"
         )

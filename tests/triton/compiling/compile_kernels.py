@@ -94,6 +94,7 @@ MODELS = {
     "Llama-3.1-8B": Model(4096, 32, 8, 128, 14336),
     "Qwen2.5-0.5B": Model(896, 14, 2, 64, 4864),
     "Gemma-like": Model(2304, 8, 4, 256, 9216),
+    "Gemma-4-like": Model(2816, 16, 2, 512, 2112, normed=True),
     "Phi-like": Model(2560, 20, 4, 80, 10240),
 }
 
