@@ -16,11 +16,18 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts, experts_of_rank
 from sidestep.executor.layers.linear import Linear, SumOverRanks, column_parallel
 from sidestep.executor.layers.matrix_products import stacked
+from sidestep.executor.layers.norms import load_norm
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.model.layer_spec import ClampedSwiglu, ExpertsSpec, ExpertStorage
+from sidestep.ipc.model.layer_spec import (
+    ClampedSwiglu,
+    ExpertNorms,
+    ExpertsSpec,
+    ExpertStorage,
+    NormSpec,
+)
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
@@ -33,9 +40,16 @@ class Router:
     """Chooses the experts of each token, in float32."""
 
     def __init__(
-        self, spec: ExpertsSpec, hidden_size: int, weights: Weights, name: str, own: range
+        self,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        weights: Weights,
+        name: str,
+        own: range,
+        *,
+        eps: float,
     ) -> None:
-        """Load the weights. name: the layer's. own: this rank's experts."""
+        """Load the weights. name: the layer's. own: this rank's experts. eps: of the norm."""
         self._own = own if spec.whole else None
         own_name, routing = f"{name}.{spec.names.router}", spec.routing
         weight = weights.get(f"{own_name}.weight", (spec.num_experts, hidden_size))
@@ -55,6 +69,19 @@ class Router:
             routing.groups,
             routing.chosen_groups,
         )
+        self._norm = (
+            RmsNorm(weights.get(f"{name}.{spec.names.router_norm}", (hidden_size,)), eps)
+            if routing.norm
+            else None
+        )
+        self._factor = hidden_size**-0.5
+        self._expert_scales = (
+            weights.exact(f"{name}.{spec.names.expert_scales}", (spec.num_experts,))[
+                own.start : own.stop
+            ]
+            if routing.expert_scales
+            else None
+        )
         self._weight = weight if on_gpu(weight) else None
         self._product = None if on_gpu(weight) else CpuProduct(weight.float())
 
@@ -65,6 +92,16 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the experts of each row of x [T, D], by their numbers on this rank."""
+        if self._norm is not None:
+            x = self._norm(x).mul_(self._factor)
+        routed = self._chosen(x)
+        if self._expert_scales is None:
+            return routed
+        # Weights of other ranks' experts are not used, so that any factor will do.
+        factors = self._expert_scales.index_select(0, routed.ids.clamp(min=0).flatten())
+        return Routed(routed.ids, routed.weights * factors.view_as(routed.weights))
+
+    def _chosen(self, x: Tensor) -> Routed:
         if self._weight is not None:
             from sidestep.kernels.products.routing_triton import route
 
@@ -325,6 +362,22 @@ class ExpertsPart(NamedTuple):
         return None
 
 
+class NormedParts:
+    """The norms of experts and of a shared expert which are normed apart."""
+
+    def __init__(self, names: ExpertNorms, load: Callable[[str], RmsNorm]) -> None:
+        """Load the weights. load: returns the norm of the stream that has this name."""
+        self.before, self._after, self._after_shared = (
+            load(name) for name in (names.before, names.after, names.after_shared)
+        )
+
+    def sum(self, experts: Tensor, shared: Tensor, parallel: Parallel) -> Tensor:
+        """Return the sum of the norms of both parts [T, D], each of which is a rank's."""
+        both = parallel.all_reduce(torch.cat([experts, shared]))
+        experts, shared = both.chunk(2)
+        return self._after(experts).add_(self._after_shared(shared))
+
+
 class Experts:
     """The experts of one layer, in the place of an MLP.
 
@@ -341,21 +394,45 @@ class Experts:
         following: RmsNorm,
         parallel: Parallel,
         after: RmsNorm | None = None,
+        *,
+        norm_spec: NormSpec,
     ) -> None:
-        self._following = following
-        own = f"{name}.{spec.names.layer}"
+        self._following, self._after, self._parallel = following, after, parallel
+        own = spec.names.place(name)
         loaded = _STORED[spec.stored](spec, hidden_size, weights, own, parallel)
-        self._router = Router(spec, hidden_size, weights, own, loaded.experts)
+        self._router = Router(spec, hidden_size, weights, own, loaded.experts, eps=norm_spec.eps)
         self._products: ExpertProducts = (
             GpuExperts(loaded) if self._router.on_gpu else CpuExperts(loaded, weights.dtype)
         )
         self._shared = (
             SharedExpert(spec, hidden_size, weights, own, parallel) if spec.shared_width else None
         )
+        self._norms = (
+            None
+            if spec.norms is None
+            else NormedParts(
+                spec.norms,
+                lambda norm: load_norm(norm_spec, weights, f"{name}.{norm}.weight", hidden_size),
+            )
+        )
         self._sum = SumOverRanks(parallel, SumBuffer.MLP, after)
 
     def __call__(self, stream: Stream) -> Stream:
         """Return the stream with the experts added."""
+        if self._norms is not None:
+            return self._add_normed(stream, self._norms)
         x = stream.normed()
         part = ExpertsPart(self._shared, self._products, x, self._router(x))
         return self._sum.add(stream.hidden, part, self._following)
+
+    def _add_normed(self, stream: Stream, norms: NormedParts) -> Stream:
+        """Return the stream with experts and the shared one added, which are normed apart."""
+        assert self._shared is not None, "there is nothing to be normed apart from"
+        shared = self._shared.down(self._shared.inner(stream.normed()))
+        experts = torch.empty_like(shared)
+        x, routed = norms.before(stream.hidden), self._router(stream.hidden)
+        self._products(x, routed, experts, add=False)
+        whole = norms.sum(experts, shared, self._parallel)
+        if self._after is not None:
+            whole = self._after(whole)
+        return Stream(stream.hidden.add_(whole), self._following)

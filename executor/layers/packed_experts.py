@@ -1,8 +1,8 @@
 """Checkpoints that have each matrix of a layer's experts in one tensor, as transformers 5 has them.
 
-Under `mlp.experts`, `gate_up_proj` [E, 2 F, D] has each expert's gate over its other matrix, and
-`down_proj` is [E, D, F]. Layers ask for the matrices one by one, and for a rank's part of them, so
-no more than that part is read.
+In the layer's `mlp.experts`, for most families, `gate_up_proj` [E, 2 F, D] has each expert's gate
+over its other matrix, and `down_proj` is [E, D, F]. Layers ask for the matrices one by one, and for
+a rank's part of them, so no more than that part is read.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from sidestep.executor.layers.experts import matrix_names
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Part
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 
-_LAYER = "mlp"
-"""The layer in transformers 5, whatever its older name is."""
-
 
 def unpack_experts(
     weights: CheckpointWeights, name: str, spec: ExpertsSpec, hidden_size: int
@@ -27,10 +24,11 @@ def unpack_experts(
 
     name: the beginning of the names of the layer's weights.
     """
-    packed = f"{name}.{_LAYER}.experts"
+    place = f"{name}.{spec.names.packed}" if spec.names.packed else name
+    packed = f"{place}.experts"
     if f"{packed}.gate_up_proj" not in weights:
         return
-    width, own = spec.width, f"{name}.{spec.names.layer}"
+    width, own = spec.width, spec.names.place(name)
     gate_up = (spec.num_experts, 2 * width, hidden_size)
     down = (spec.num_experts, hidden_size, width)
     for expert in range(spec.num_experts):
@@ -46,8 +44,8 @@ def unpack_experts(
             weights.view(
                 f"{one}.weight", Matrix(weights.part(f"{packed}.{stack}", shape), expert, rows)
             )
-    if own != f"{name}.{_LAYER}":
-        weights.alias(f"{own}.gate.weight", f"{name}.{_LAYER}.gate.weight")
+    if own != place:
+        weights.alias(f"{own}.gate.weight", f"{place}.gate.weight")
 
 
 class Matrix:

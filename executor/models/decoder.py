@@ -201,7 +201,9 @@ class Layer:
         self._mlp = (
             Mlp(layer.mlp, width, weights, f"{name}.mlp", following, parallel, after)
             if isinstance(layer.mlp, MlpSpec)
-            else Experts(layer.mlp, width, weights, name, following, parallel, after)
+            else Experts(
+                layer.mlp, width, weights, name, following, parallel, after, norm_spec=spec.norm
+            )
         )
         self._token_input = (
             None

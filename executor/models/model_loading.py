@@ -152,7 +152,7 @@ def find_experts(
         if isinstance(layer.mlp, ExpertsSpec) and layer.mlp.stored == "apart":
             name = f"{BODY}layers.{index}"
             unpack_experts(weights, name, layer.mlp, spec.hidden_size)
-            own = f"{name}.{layer.mlp.names.layer}"
+            own = layer.mlp.names.place(name)
             weights.ignore(*experts_elsewhere(layer.mlp, own, parallel))
 
 

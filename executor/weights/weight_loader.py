@@ -30,6 +30,8 @@ _IGNORED = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 """Ends of the names of buffers that old checkpoints have and that follow from the config."""
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".kv_scale", "_proj.output_scale")
 """Ends of the names of scales for keys and values of 8 bits."""
+_DUMMY_ONES = ("norm.weight", "norm_1.weight", "norm_2.weight", "scale", "layer_scalar")
+"""Ends of the names of norms and of factors, which are ones among random weights."""
 _DUMMY_SCALE = 121
 """Scale of random weights of MXFP4, which are 0.09 at most."""
 _COMPARED_ROWS = 4096
@@ -377,8 +379,8 @@ class DummyWeights(Weights):
     def get(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
     ) -> Tensor:
-        """Return random values in the named tensor's shape; ones for a norm."""
-        if name.endswith("norm.weight"):
+        """Return random values in the named tensor's shape; ones for norms and factors."""
+        if name.endswith(_DUMMY_ONES):
             own = shape if rows is None else (len(rows), *shape[1:])
             return torch.ones(own, dtype=self.dtype, device=self.device)
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()) ^ self._seed)

@@ -213,6 +213,11 @@ class RoutingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Groups of neighbouring experts, with as many experts each."""
     chosen_groups: int = 1
     """Groups from which experts are chosen: those whose two largest scores have the largest sum."""
+    norm: bool = False
+    """Whether the router takes the residual stream, and norms it: weights in the checkpoint, over
+    the square root of the hidden size."""
+    expert_scales: bool = False
+    """Whether each expert has a factor in the checkpoint, on the weights of its results."""
 
 
 ExpertStorage = Literal["apart", "interleaved", "mxfp4"]
@@ -233,11 +238,34 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     layer: str = "mlp"
+    """Empty if the parts are the layer's own."""
+    packed: str = "mlp"
+    """The place of `layer` in checkpoints that have all experts in one tensor."""
     router: str = "gate"
+    router_norm: str = "router.scale"
+    expert_scales: str = "router.per_expert_scale"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_expert"
+
+    def place(self, layer: str) -> str:
+        """Return the beginning of the names of a layer's parts. layer: that of the layer's."""
+        return f"{layer}.{self.layer}" if self.layer else layer
+
+
+class ExpertNorms(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of the norms of experts and of a shared expert that are normed apart, before their sum.
+
+    The shared expert takes the norm before the MLP.
+    """
+
+    before: str = "pre_feedforward_layernorm_2"
+    """The norm of the residual stream, which the experts take."""
+    after: str = "post_feedforward_layernorm_2"
+    """The norm of the experts' results."""
+    after_shared: str = "post_feedforward_layernorm_1"
+    """The norm of the shared expert's result."""
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
@@ -262,6 +290,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
     shared_gate: bool = False
     whole: bool = False
     """Whether a tensor-parallel rank has some whole experts, rather than a part of each."""
+    norms: ExpertNorms | None = None
+    """The norms of the experts and of the shared one; None if they have the layer's in common."""
     names: ExpertNames = ExpertNames()
 
     @property
@@ -291,18 +321,21 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
         return LayerSize(
             matrices=sum(one.numbers for one in matrices),
             active=active_numbers(matrices),
-            vectors=experts * (routing.bias + routing.product_bias) + self.bias * biases,
+            vectors=experts * (routing.bias + routing.product_bias + routing.expert_scales)
+            + hidden_size * (routing.norm + 3 * (self.norms is not None))
+            + self.bias * biases,
             widest=self.num_chosen * (3 * width + hidden_size) + 3 * shared,
         )
 
     def matrices(self, hidden_size: int, num_ranks: int = 1) -> list[MatrixSize]:
         """Return one rank's parts of the matrices; the names are those of the first expert."""
-        own, experts = self.names.layer, self.num_experts
+        own = f"{self.names.layer}." if self.names.layer else ""
+        experts = self.num_experts
         packed = WeightScheme(kind="fp4", columns=MXFP4_BLOCK, scale_bytes=1)
         found = [
-            MatrixSize(f"{own}.{self.names.router}", experts, hidden_size, may_be_coded=False),
+            MatrixSize(f"{own}{self.names.router}", experts, hidden_size, may_be_coded=False),
             *gated_mlp(
-                f"{own}.experts.0",
+                f"{own}experts.0",
                 self.width if self.whole else self.width // num_ranks,
                 hidden_size,
                 (self.names.gate, self.names.up, self.names.down),
@@ -312,10 +345,10 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True, tag="experts"):
             ),
         ]
         if self.shared_width:
-            name = f"{own}.{self.names.shared}"
+            name = f"{own}{self.names.shared}"
             found += gated_mlp(name, self.shared_width // num_ranks, hidden_size)
         if self.shared_gate:
-            found.append(MatrixSize(f"{own}.{self.names.shared}_gate", 1, hidden_size))
+            found.append(MatrixSize(f"{own}{self.names.shared}_gate", 1, hidden_size))
         return found
 
 

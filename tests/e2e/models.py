@@ -177,8 +177,9 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **{
             **_GEMMA4,
             "num_hidden_layers": 6,
-            "layer_types": ["sliding_attention"] * 3
-            + ["full_attention", "sliding_attention", "full_attention"],
+            "layer_types": ["sliding_attention", "full_attention"]
+            + ["sliding_attention"] * 3
+            + ["full_attention"],
         },
         attention_k_eq_v=True,
         num_global_key_value_heads=2,
@@ -190,12 +191,22 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
         **{
             **_GEMMA4,
             "num_hidden_layers": 7,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
-            + ["full_attention"],
+            "layer_types": ["sliding_attention", "full_attention"] * 2
+            + ["sliding_attention", "sliding_attention", "full_attention"],
             "hidden_size_per_layer_input": 12,
             "num_kv_shared_layers": 4,
             "use_double_wide_mlp": True,
         },
+    ),
+    "gemma4-moe": lambda: _of(
+        Gemma4TextConfig,
+        **_GEMMA4,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=24,
     ),
     "gemma4-unified": lambda: _of(
         Gemma4UnifiedTextConfig,
@@ -322,7 +333,7 @@ def write_model(family: str, folder: Path, **changes: Any) -> str:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:
+            if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5)
             elif "embed" in name or "lm_head" in name:
                 parameter.normal_(0, 1.0)

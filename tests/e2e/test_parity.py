@@ -44,7 +44,6 @@ def engine_tokens(
         "qwen2",
         "qwen3-tied",
         "gemma3",
-        "gemma4",
         "gemma4-token-inputs",
         "olmo3",
         "qwen3-next",
@@ -151,8 +150,8 @@ def test_64_requests_equal_transformers_however_they_are_run(
         ("llama-gqa", 4),
         ("gemma2", 2),
         ("gemma3", 2),
-        ("gemma4", 2),
         ("gemma4-token-inputs", 2),
+        ("gemma4-moe", 2),
         ("glm4", 2),
         ("ministral3", 2),
         ("olmo2", 4),
@@ -183,7 +182,13 @@ def test_several_ranks_equal_transformers(
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("glm4-moe", 2), ("glm4-moe", 4), ("gpt-oss", 2), ("qwen3-moe-every-second-layer", 2)],
+    [
+        ("gemma4-moe", 2),
+        ("glm4-moe", 2),
+        ("glm4-moe", 4),
+        ("gpt-oss", 2),
+        ("qwen3-moe-every-second-layer", 2),
+    ],
 )
 def test_ranks_with_whole_experts_equal_transformers(
     family: str, ranks: int, random_model: RandomModel

@@ -105,16 +105,27 @@ def test_steps_give_what_they_give_on_a_cpu(
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "ministral3", "olmo3", "qwen3-moe", "qwen3.5"]
+    "family",
+    ["gemma2", "gemma3", "gemma4-moe", "gemma4-token-inputs", "ministral3", "olmo3", "qwen3-moe"]
+    + ["qwen3.5"],
 )
 def test_families_whose_layers_differ_from_llamas(family: str, tmp_path: Path) -> None:
-    """Cover norms around products, windows with another rope, GELU, bounded scores and experts."""
+    """Cover norms around products, windows with another rope, GELU, bounded scores and experts.
+
+    Cover heads of two shapes, and layers that read the keys of others, too.
+    """
     changes: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
     if family == "qwen3-moe":
         changes = {"mlp_only_layers": [0]}
     elif family == "qwen3.5":
         changes = {"layer_types": MIXED}
-    path = write_model(family, tmp_path, num_hidden_layers=2, **changes)
+    elif family == "gemma4-token-inputs":
+        changes = {
+            "layer_types": changes["layer_types"] * 2,
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+        }
+    path = write_model(family, tmp_path, **{"num_hidden_layers": 2, **changes})
     with standing_in():
         made = GpuRunner(worker_args(path))
     steps = [step for step, _ in schedule(mixed_requests()[:3], 12, 16, windows_of(made))]

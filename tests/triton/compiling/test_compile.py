@@ -102,6 +102,11 @@ SLOW = [
 ]
 SLOW += [Job(90, "Qwen3-0.6B", groups=("all-quantized",))]
 SLOW += [
+    Job(capability, "Gemma-4-like", block_size, window, ("attention",))
+    for capability in (80, 90, 100)
+    for block_size, window in ((64, 0), (48, 1000))
+]
+SLOW += [
     Job(capability, model, groups=("common", "sums", "products", "experts", "all-quantized"))
     for capability in SHARED_KB
     for model in ("Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")

@@ -27,7 +27,9 @@ def read_experts(config: HfConfig, **fields: Any) -> ExpertsSpec:
         read["width"] = config.whole("moe_intermediate_size")
     if "routing" not in fields:
         read["routing"] = RoutingSpec(normalised=config.flag("norm_topk_prob"))
-    spec = ExpertsSpec(num_chosen=config.whole("num_experts_per_tok"), **read | fields)
+    if "num_chosen" not in fields:
+        read["num_chosen"] = config.whole("num_experts_per_tok")
+    spec = ExpertsSpec(**read | fields)
     num_experts, groups = spec.num_experts, spec.routing.groups
     if num_experts % groups or (groups > 1 and num_experts < 2 * groups):
         config.refuse("n_group", f"is {groups}, which does not divide {num_experts} experts")

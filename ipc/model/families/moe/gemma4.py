@@ -16,8 +16,19 @@ from sidestep.ipc.model.families.decoder_config import (
 )
 from sidestep.ipc.model.families.gemma2 import read_softcap
 from sidestep.ipc.model.families.gemma3 import NORMS
+from sidestep.ipc.model.families.moe.experts_config import read_experts
 from sidestep.ipc.model.hf_config import HfConfig
-from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec, RopeSpec, TokenInputSpec
+from sidestep.ipc.model.layer_spec import (
+    AttentionSpec,
+    ExpertNames,
+    ExpertNorms,
+    ExpertsSpec,
+    LayerSpec,
+    MlpSpec,
+    RopeSpec,
+    RoutingSpec,
+    TokenInputSpec,
+)
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.rope_config import FULL, ROTATED, SLIDING, read_rope
 
@@ -68,11 +79,11 @@ def _read(config: HfConfig, defaults: Mapping[str, Any]) -> ModelSpec:
         config.refuse(
             "use_bidirectional_attention", f"{way!r} is not supported; supported are null, 'vision'"
         )
-    if config.flag("enable_moe_block"):
-        config.refuse("enable_moe_block", "is not supported; supported is false")
+    layers = _layers(config, _token_input(config))
     return decoder(
         config,
-        _layers(config, _token_input(config)),
+        layers,
+        unused_weights=_unused_weights(layers),
         embedding_scale=config.whole("hidden_size") ** 0.5,
         logits_softcap=read_softcap(config, "final_logit_softcapping"),
         tie_word_embeddings=config.flag("tie_word_embeddings", default=True),
@@ -93,19 +104,53 @@ def _token_input(config: HfConfig) -> TokenInputSpec | None:
 def _layers(config: HfConfig, token_input: TokenInputSpec | None) -> list[LayerSpec]:
     windows = _windows(config)
     back = _kv_back(config, windows)
-    mlp = read_mlp(config, bias=False)
-    wide = msgspec.structs.replace(mlp, width=mlp.width * 2)
-    doubled = config.flag("use_double_wide_mlp")
+    mlp, doubled = _mlp(config), config.flag("use_double_wide_mlp")
     return [
         LayerSpec(
             mixer=msgspec.structs.replace(mixer, kv_back=layers_back),
-            mlp=wide if doubled and layers_back else mlp,
+            mlp=_wide(mlp) if doubled and layers_back else mlp,
             norms=NORMS,
             token_input=token_input,
             stored_factor=True,
         )
         for mixer, layers_back in zip(_mixers(config, windows), back, strict=True)
     ]
+
+
+def _unused_weights(layers: Sequence[LayerSpec]) -> tuple[str, ...]:
+    """Return the beginnings of names of keys and values that files have and no layer reads."""
+    return tuple(
+        f"model.layers.{index}.self_attn.{one}"
+        for index, layer in enumerate(layers)
+        if isinstance(layer.mixer, AttentionSpec) and layer.mixer.kv_back
+        for one in ("k_proj.", "v_proj.", "k_norm.")
+    )
+
+
+def _mlp(config: HfConfig) -> MlpSpec | ExpertsSpec:
+    """Return the MLP, which stands beside the experts like a shared one if there are any."""
+    mlp = read_mlp(config, bias=False)
+    if not config.flag("enable_moe_block"):
+        return mlp
+    num_experts, num_chosen = config.whole("num_experts"), config.whole("top_k_experts")
+    if num_chosen > num_experts:
+        config.refuse("top_k_experts", f"is {num_chosen}, of {num_experts} experts")
+    return read_experts(
+        config,
+        num_experts=num_experts,
+        num_chosen=num_chosen,
+        routing=RoutingSpec(normalised=True, norm=True, expert_scales=True),
+        shared_width=mlp.width,
+        norms=ExpertNorms(),
+        names=ExpertNames(layer="", packed="", router="router.proj", shared="mlp"),
+    )
+
+
+def _wide(mlp: MlpSpec | ExpertsSpec) -> MlpSpec | ExpertsSpec:
+    """Return the same, twice as wide but for experts."""
+    if isinstance(mlp, ExpertsSpec):
+        return msgspec.structs.replace(mlp, shared_width=2 * mlp.shared_width)
+    return msgspec.structs.replace(mlp, width=2 * mlp.width)
 
 
 def _windows(config: HfConfig) -> tuple[int, ...]:

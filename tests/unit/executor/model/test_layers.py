@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config
+from transformers import Gemma4TextConfig, LlamaConfig, Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from sidestep.executor.attention.rotary import RotaryTable, frequencies, pair_order
@@ -131,6 +131,24 @@ def test_longrope_equals_that_of_transformers_for_short_and_long_texts(
     got, got_factor = frequencies(read_rope(HfConfig("", values), rotated=1.0), 64, length)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
     assert got_factor == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("rotated", [1.0, 0.25, 0.3])
+def test_a_proportional_rope_equals_that_of_transformers(rotated: float) -> None:
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": rotated}
+    ropes = {"full_attention": {**full, "factor": 2.0}, "sliding_attention": full}
+    config = Gemma4TextConfig(global_head_dim=48, rope_parameters=copy.deepcopy(ropes))
+    kind = "full_attention"
+    expected, _ = ROPE_INIT_FUNCTIONS["proportional"](config, CPU, layer_type=kind)
+    values = {**config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    rope = read_rope(HfConfig("", values), layer_type=kind)
+    got, factor = frequencies(rope, 48)
+    assert factor == 1
+    torch.testing.assert_close(got, expected[: len(got)], rtol=1e-6, atol=0)
+    assert not expected[len(got) :].any()
+    table = RotaryTable(rope, 48, 5, CPU)
+    torch.testing.assert_close(table.cos[4], (4 * expected).cos())
+    torch.testing.assert_close(table.sin[4], (4 * expected).sin())
 
 
 @pytest.mark.parametrize("dims", [None, 16, 24])

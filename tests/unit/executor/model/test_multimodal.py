@@ -14,6 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
+    Gemma4Config,
+    Gemma4UnifiedConfig,
+    Gemma4VisionConfig,
     Mistral3Config,
     PixtralVisionConfig,
     PretrainedConfig,
@@ -60,6 +63,28 @@ def gemma3() -> PretrainedConfig:
     return Gemma3Config(text_config=FAMILIES["gemma3"](), vision_config=vision)
 
 
+def gemma4() -> PretrainedConfig:
+    vision = Gemma4VisionConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        patch_size=4,
+        position_embedding_size=16,
+    )
+    text = FAMILIES["gemma4-token-inputs"]()
+    text.update({"use_bidirectional_attention": "vision", "pad_token_id": 0})
+    return Gemma4Config(text_config=text, vision_config=vision)
+
+
+def gemma4_unified() -> PretrainedConfig:
+    text = FAMILIES["gemma4-unified"]()
+    text.update({"pad_token_id": 0})
+    return Gemma4UnifiedConfig(text_config=text)
+
+
 _QWEN_VISION: dict[str, Any] = {
     "depth": 1,
     "hidden_size": 16,
@@ -103,7 +128,7 @@ def check(model: Any, folder: Path) -> None:
 
 def test_every_such_architecture_is_tested_here() -> None:
     found = {name for name in registry.MODELS if name.endswith(MULTIMODAL)}
-    tested = {"Gemma3", "Mistral3", "Qwen3_5", "Qwen3_5Moe"}
+    tested = {"Gemma3", "Gemma4", "Gemma4Unified", "Mistral3", "Qwen3_5", "Qwen3_5Moe"}
     assert found == {f"{name}{MULTIMODAL}" for name in tested}
 
 
@@ -111,13 +136,24 @@ def test_every_such_architecture_is_tested_here() -> None:
     "config",
     [
         gemma3(),
+        gemma4(),
+        gemma4_unified(),
         mistral3("ministral3", tied=True),
         mistral3("ministral3"),
         mistral3("mistral-window"),
         qwen3_5(),
         qwen3_5_moe(),
     ],
-    ids=["gemma3", "ministral3-tied", "ministral3", "mistral", "qwen3.5", "qwen3.5-moe"],
+    ids=[
+        "gemma3",
+        "gemma4",
+        "gemma4-unified",
+        "ministral3-tied",
+        "ministral3",
+        "mistral",
+        "qwen3.5",
+        "qwen3.5-moe",
+    ],
 )
 def test_text_of_a_multimodal_model_equals_transformers(
     config: PretrainedConfig, tmp_path: Path
