@@ -53,8 +53,15 @@ def head_shard(
 class VocabParallelEmbedding:
     """Token ids [T] to the residual stream [T, D]."""
 
-    def __init__(self, shard: Tensor, parallel: Parallel, scale: float = 1.0) -> None:
-        self._shard = shard
+    def __init__(
+        self, shard: Tensor, parallel: Parallel, scale: float = 1.0, *, through_peers: bool = True
+    ) -> None:
+        """Look up the shard's rows.
+
+        through_peers: whether the sum over ranks may go through their own memory. It may where the
+        sums behind it do: two in a row must not use the same buffer.
+        """
+        self._shard, self._through_peers = shard, through_peers
         # Rounded to the embedding's type, as in training.
         self._scale = torch.tensor(scale, dtype=shard.dtype).item()
         self._parallel = parallel
@@ -65,7 +72,8 @@ class VocabParallelEmbedding:
         own, rows = self._own(token_ids), len(token_ids)
         if self._parallel.size == 1:
             return Stream(own, norm)
-        part = self._parallel.part(SumBuffer.EMBEDDING, rows) if norm.may_begin else None
+        through_peers = self._through_peers and norm.may_begin
+        part = self._parallel.part(SumBuffer.EMBEDDING, rows) if through_peers else None
         if part is not None:
             part.mine.copy_(own)
             return part.sum(norm)

@@ -261,7 +261,15 @@ class DecoderForCausalLM:
 
         embedded = embedding() if stage.is_first else None
         self._embedding = (
-            VocabParallelEmbedding(embedded, parallel, spec.embedding_scale)
+            VocabParallelEmbedding(
+                embedded,
+                parallel,
+                spec.embedding_scale,
+                # Sums that are normed before they are added do not go that way.
+                through_peers=not any(
+                    layer.norms.after_mixer or layer.norms.after_mlp for layer in spec.layers
+                ),
+            )
             if embedded is not None
             else None
         )
