@@ -98,7 +98,8 @@ class Router:
         if self._expert_scales is None:
             return routed
         # Weights of other ranks' experts are not used, so that any factor will do.
-        factors = self._expert_scales.index_select(0, routed.ids.clamp(min=0).flatten())
+        known = routed.ids.clamp(0, len(self._expert_scales) - 1)
+        factors = self._expert_scales.index_select(0, known.flatten())
         return Routed(routed.ids, routed.weights * factors.view_as(routed.weights))
 
     def _chosen(self, x: Tensor) -> Routed:

@@ -137,7 +137,8 @@ def test_longrope_equals_that_of_transformers_for_short_and_long_texts(
 def test_a_proportional_rope_equals_that_of_transformers(rotated: float) -> None:
     full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": rotated}
     ropes = {"full_attention": {**full, "factor": 2.0}, "sliding_attention": full}
-    config = Gemma4TextConfig(global_head_dim=48, rope_parameters=copy.deepcopy(ropes))
+    fields: dict[str, Any] = {"global_head_dim": 48, "rope_parameters": copy.deepcopy(ropes)}
+    config = Gemma4TextConfig(**fields)
     kind = "full_attention"
     expected, _ = ROPE_INIT_FUNCTIONS["proportional"](config, CPU, layer_type=kind)
     values = {**config.to_dict(), "architectures": ["Gemma4ForCausalLM"]}

@@ -76,13 +76,13 @@ def gemma4() -> PretrainedConfig:
     )
     text = FAMILIES["gemma4-token-inputs"]()
     text.update({"use_bidirectional_attention": "vision", "pad_token_id": 0})
-    return Gemma4Config(text_config=text, vision_config=vision)
+    return Gemma4Config(text_config=text.to_dict(), vision_config=vision)
 
 
 def gemma4_unified() -> PretrainedConfig:
     text = FAMILIES["gemma4-unified"]()
     text.update({"pad_token_id": 0})
-    return Gemma4UnifiedConfig(text_config=text)
+    return Gemma4UnifiedConfig(text_config=text.to_dict())
 
 
 _QWEN_VISION: dict[str, Any] = {
