@@ -242,7 +242,7 @@ class Layer:
         if self._token_input is not None and inputs is not None:
             own = inputs if rows is None else inputs.index_select(0, rows)
             made = self._token_input.add(made, own)
-        # What is computed of the next norm was for the stream without the factor.
+        # A norm that is begun was that of the stream without the factor.
         return made if self._factor is None else Stream(made.hidden.mul_(self._factor), made.norm)
 
 
