@@ -20,6 +20,7 @@ from sidestep.ipc.common.options import (
 from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
 from sidestep.ipc.common.registry import QUANTIZATIONS as METHODS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
+from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import RUNNERS
@@ -189,6 +190,18 @@ class CacheConfig(Options):
         0.92, "Share of a GPU's memory for weights, activations and KV cache."
     )
     enable_prefix_caching: bool = option(True, "Reuse KV blocks of equal prefixes.")
+    kv_cache_dtype: str = option(
+        AUTO,
+        "How keys and values are kept: 'auto' in the model's type; fp8 (e4m3), int8 or "
+        "int4_per_token_head with a scale for each token and head. The names *_per_token_head and "
+        "fp8_e4m3 mean the same as fp8 and int8.",
+        choices=tuple(KV_CACHE_DTYPES),
+    )
+    kv_cache_dtype_skip_layers: list[str] | None = option(
+        None,
+        "Layers that keep keys and values in the model's type: their indices, and 'sliding_window' "
+        "for all layers with a window.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

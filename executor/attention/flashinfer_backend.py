@@ -275,6 +275,11 @@ def _check(setup: AttentionSetup) -> None:
             f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
             f"{str(setup.dtype).removeprefix('torch.')}; change one of the two"
         )
+    if any(layer.format != "model" for layer in setup.kv_layout.layers):
+        raise EngineStartError(
+            "kv_cache_dtype: attention_backend 'flashinfer' keeps keys and values in the model's "
+            "type ('auto'); change one of the two"
+        )
     if len(set(setup.shape.scales)) > 1:
         raise EngineStartError(
             "attention_backend: 'flashinfer' takes one scale for all layers, this model's layers "

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
 from sidestep.executor.attention.rotary import FullRotaryTable
+from sidestep.executor.attention.torch_layers import layer_blocks
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.transport.step import Int32, Int64
-from sidestep.kernels.ops.kv_write import write_kv
 from sidestep.kernels.ops.paged_attention import (
     causal_mask,
     decode_attention,
@@ -76,8 +76,8 @@ class _DecodeGroup:
 class TorchAttention(AttentionBackend):
     """Attention in torch on any device.
 
-    Cache layout: for each layer [num_blocks, block_size, 2 KVH, D], a token's keys before its
-    values.
+    Every query, also one of the tokens that a step adds, sees keys and values as they are read from
+    the cache. So it does not matter which step wrote them.
     """
 
     def __init__(self, setup: AttentionSetup) -> None:
@@ -88,10 +88,9 @@ class TorchAttention(AttentionBackend):
         # Cleared: padding reads blocks that were never written, and 0 x NaN would spread.
         self.cache = setup.open_memory(cleared=True)
         self._places = [shape.place(layer) for layer in range(shape.num_layers)]
-        sizes = setup.num_blocks, setup.block_size, 2 * shape.num_kv_heads, shape.head_dim
         self._layers = [
-            self.cache.of_layer(layer).view(setup.dtype).view(sizes)
-            for layer in range(shape.num_layers)
+            layer_blocks(self.cache.of_layer(layer), kept, setup.block_size, setup.dtype)
+            for layer, kept in enumerate(setup.kv_layout.layers)
         ]
         self._token_bytes = setup.kv_layout.num_values * torch.float32.itemsize
         """Bytes of a token in the gathered copy, in all layers of a block."""
@@ -145,16 +144,16 @@ class TorchAttention(AttentionBackend):
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
         """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
-        cache, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
+        blocks, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
         if self._shape.source(layer) == layer:
-            write_kv(cache, kv, self._slot_mapping[group])
+            kv = blocks.write(kv, self._slot_mapping[group])
         if not self._chunks:
             return self._decode(layer, q, kv, sinks)
         out = torch.empty_like(q)
         if rows:
             out[:rows] = self._decode(layer, q[:rows], kv[:rows], sinks)
         for chunk in self._chunks:
-            keys_values = cache.index_select(0, chunk.blocks[group]).flatten(0, 1).float()
+            keys_values = blocks.read(chunk.blocks[group]).flatten(0, 1)
             for piece in chunk.pieces:
                 out[piece.tokens] = prefill_attention(
                     q[piece.tokens],
@@ -167,13 +166,13 @@ class TorchAttention(AttentionBackend):
         return out
 
     def _decode(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """Return the attention of rows of one token, [R, H, D]."""
+        """Return the attention of rows of one token, [R, H, D]. kv: float32, as it is stored."""
         if self._order is not None:
             q, kv = q.index_select(0, self._order), kv.index_select(0, self._order)
         source = self._shape.source(layer)
         copy = self._copies[source]
         if source == layer and copy is not None and self._extend_copy:
-            copy[self._row_index, :, self._last_index] = kv.float()
+            copy[self._row_index, :, self._last_index] = kv
         elif source == layer or copy is None:
             copy = self._gather(layer)
         made = [
@@ -199,7 +198,7 @@ class TorchAttention(AttentionBackend):
         side, as attention reads them.
         """
         blocks = self._decode_blocks[self._places[layer].group]
-        gathered = self._layers[layer].index_select(0, blocks).float()
+        gathered = self._layers[layer].read(blocks)
         copy = gathered.view(self._num_decode, -1, *gathered.shape[2:]).transpose(1, 2)
         if not self._keep_copy:
             self._copies[layer] = None

@@ -6,6 +6,7 @@ sizes alone, so that steps can be captured.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -20,9 +21,11 @@ from sidestep.executor.attention.base import (
     StepBatch,
 )
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import config_of
+from sidestep.kernels.attention.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.gpu import gpu_of
@@ -31,6 +34,9 @@ _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
 number. Decode attention itself norms and rotates up to this many rows of one query each; else a
 kernel before it does."""
+
+_CONVERTS_E4M3 = 89
+"""Compute capability times ten of the first GPUs that convert numbers of e4m3 themselves."""
 
 
 _MOST_DIM = 256
@@ -72,14 +78,13 @@ class TritonAttention(AttentionBackend):
         self._side = torch.cuda.Stream(setup.device) if setup.device.type == "cuda" else None
         # Not cleared: no kernel reads a slot of the cache that was not written.
         self.cache = setup.open_memory(cleared=False)
-        sizes = setup.num_blocks, 2 * shape.num_kv_heads, setup.block_size, shape.head_dim
         self._layers = [
-            self.cache.of_layer(layer).view(setup.dtype).view(sizes)
-            for layer in range(shape.num_layers)
+            _layer_cache(self.cache.of_layer(layer), kept, setup)
+            for layer, kept in enumerate(setup.kv_layout.layers)
         ]
         # A layer that reads the keys and values of another one writes none.
         self._written = [
-            cache if shape.source(layer) == layer else cache[:, :0]
+            cache if shape.source(layer) == layer else _without_heads(cache)
             for layer, cache in enumerate(self._layers)
         ]
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
@@ -148,9 +153,11 @@ class TritonAttention(AttentionBackend):
         table = setup.rotary[shape.table(layer)]
         rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
-        # Several queries of a row attend to one another's keys, so all keys are written before.
+        # Several queries of a row attend to one another's keys, so all keys are written before. A
+        # query attends to codes as they are read, so they are written before too.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
-        if one_each and qkv.shape[0] <= _FEW_ROWS and shape.source(layer) == layer:
+        writes_plain = shape.source(layer) == layer and isinstance(self._layers[layer], Tensor)
+        if one_each and qkv.shape[0] <= _FEW_ROWS and writes_plain:
             self._attend_decodes(step, layer, qkv, out, rope, sinks)
             return out
         qkv_rope(
@@ -253,3 +260,34 @@ def _check(setup: AttentionSetup) -> None:
             f"model: heads of size {dim} in {kind} need a GPU of compute capability "
             f"{', '.join(f'{one / 10}' for one in sorted(fit))}; this one has {gpu.capability / 10}"
         )
+
+
+def _without_heads(cache: Tensor | CodedCache) -> Tensor | CodedCache:
+    """Return the part of a layer's blocks that has none of its keys and values."""
+    if isinstance(cache, Tensor):
+        return cache[:, :0]
+    return replace(cache, codes=cache.codes[:, :0])
+
+
+def _layer_cache(memory: Tensor, kept: LayerKv, setup: AttentionSetup) -> Tensor | CodedCache:
+    """Return a layer's blocks as the kernels take them. memory: uint8 [blocks, bytes].
+
+    Raises EngineStartError for heads that the kernels do not take as codes.
+    """
+    heads, page, dim = 2 * kept.num_kv_heads, setup.block_size, kept.head_dim
+    if kept.format == "model":
+        return memory.view(setup.dtype).unflatten(1, (heads, page, dim))
+    if kept.format == "int4" and dim & (dim - 1):
+        raise EngineStartError(
+            "kv_cache_dtype: int4_per_token_head takes heads whose size is a power of two on a "
+            f"GPU, this model's have {dim}; fp8 and int8 take any"
+        )
+    size, gpu = page * kept.code_bytes, gpu_of(setup.device)
+    converts = gpu is not None and gpu.capability >= _CONVERTS_E4M3
+    codes = memory[:, :size].unflatten(1, (heads, page, -1))
+    numbers = memory[:, size:].view(torch.float16)
+    return CodedCache(
+        codes.view(torch.int8) if kept.format == "int8" else codes,
+        numbers.unflatten(1, (2, heads, page) if kept.format == "int4" else (heads, page)),
+        "fp8_bits" if kept.format == "fp8" and not converts else kept.format,
+    )

@@ -109,8 +109,8 @@ def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
     """Return what tells apart mixers of one model that need different kernels."""
     if not isinstance(mixer, AttentionSpec):
         return mixer
-    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-    return heads, mixer.window, mixer.score_softcap, mixer.sinks, mixer.kv_back > 0
+    heads, kept = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), mixer.kv_format
+    return heads, kept, mixer.window, mixer.score_softcap, mixer.sinks, mixer.kv_back > 0
 
 
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:

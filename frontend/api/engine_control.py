@@ -10,6 +10,7 @@ from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineStartError, ValidationError, WorkerCallError
 from sidestep.ipc.config import EngineConfig, with_whole_experts
+from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.model_spec import difference, load_model_spec
 from sidestep.ipc.transport.worker_calls import (
     ApplyWeights,
@@ -140,6 +141,8 @@ class EngineControl:
             new = load_model_spec(folder, model.hf_overrides, quantization=model.quantization)
             if self._config.parallel.enable_expert_parallel:
                 new = with_whole_experts(new)
+            cache = self._config.cache
+            new = with_kv_cache_dtype(new, cache.kv_cache_dtype, cache.kv_cache_dtype_skip_layers)
         except EngineStartError as error:
             raise ValidationError("path", str(error)) from None
         for name, value in msgspec.structs.asdict(self._config.spec).items():

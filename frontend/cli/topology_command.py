@@ -16,6 +16,7 @@ from sidestep.frontend.planning.topology import Size, sizes
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import with_whole_experts
 from sidestep.ipc.config_sections import DEFAULT_MODEL, CacheConfig, ModelConfig
+from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec, resolve_model_path
 
 _GIB = 1 << 30
@@ -38,12 +39,21 @@ def run_topology(parsed: argparse.Namespace) -> int:
         **_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides", "quantization"),
         model=parsed.model_argument or DEFAULT_MODEL,
     )
-    cache = CacheConfig(**_given(parsed, "block_size", "gpu_memory_utilization"))
+    cache = CacheConfig(
+        **_given(
+            parsed,
+            "block_size",
+            "gpu_memory_utilization",
+            "kv_cache_dtype",
+            "kv_cache_dtype_skip_layers",
+        )
+    )
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
     path = resolve_model_path(model.model, model.revision, _FILES)
     spec = load_model_spec(path, model.hf_overrides, quantization=model.quantization)
     if getattr(parsed, "enable_expert_parallel", False):
         spec = with_whole_experts(spec)
+    spec = with_kv_cache_dtype(spec, cache.kv_cache_dtype, cache.kv_cache_dtype_skip_layers)
     dtype = _dtype(model, spec, machine)
     limit = (
         model.max_model_len

@@ -27,6 +27,7 @@ from sidestep.ipc.config_sections import (
     SchedulerConfig,
 )
 from sidestep.ipc.model.generation_config import read_tokenizer_eos
+from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.model_spec import TOKENIZER_FILES, load_model_spec, resolve_model_path
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
@@ -68,6 +69,7 @@ class EngineArgs(
         )
         if self.enable_expert_parallel:
             spec = with_whole_experts(spec)
+        spec = with_kv_cache_dtype(spec, self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
         return EngineConfig(
             model=self._section(ModelConfig),
             cache=self._section(CacheConfig),

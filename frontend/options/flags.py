@@ -58,6 +58,8 @@ _TOPOLOGY_FLAGS = (
     "quantization",
     "gpu_memory_utilization",
     "block_size",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
     "enable_expert_parallel",
 )
 _BATCH_FLAGS = ("served_model_name", "max_body_bytes", "tool_call_parser", "reasoning_parser")

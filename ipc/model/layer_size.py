@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 import msgspec
 
@@ -90,11 +91,27 @@ class Divided(msgspec.Struct, frozen=True):
         return self.count % num_ranks == 0 or (self.may_repeat and num_ranks % self.count == 0)
 
 
+KvFormat = Literal["model", "fp8", "int8", "int4"]
+"""How keys and values are kept: in the model's type, or as codes of 8 or 4 bits with scales.
+
+fp8 is e4m3. There is a scale for each token and head, one of its key and one of its value.
+"""
+_CODE_BITS = {"fp8": 8, "int8": 8, "int4": 4}
+SCALE_BYTES = {"fp8": 2, "int8": 2, "int4": 4}
+"""Bytes beside the codes of a head: a float16 scale, and for int4 the code of zero.
+
+With a float32 scale, heads of size 64 would take 68 bytes for the 128 of bfloat16; with float16
+they take 66. The codes are computed with the rounded scale, so that it adds no error. A code times
+such a scale is exact in float32.
+"""
+
+
 class LayerKv(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and values that one rank keeps of a token in one layer."""
 
     num_kv_heads: int
     head_dim: int
+    format: KvFormat = "model"
 
     @property
     def num_values(self) -> int:
@@ -103,4 +120,11 @@ class LayerKv(msgspec.Struct, frozen=True, kw_only=True):
 
     def token_bytes(self, itemsize: int) -> int:
         """Return the bytes of a token. itemsize: bytes of a number of the model's type."""
-        return self.num_values * itemsize
+        if self.format == "model":
+            return self.num_values * itemsize
+        return self.code_bytes + 2 * self.num_kv_heads * SCALE_BYTES[self.format]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of the codes of a token, where there are some."""
+        return self.num_values * _CODE_BITS[self.format] // 8

@@ -14,7 +14,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from sidestep.ipc.model.layer_size import Divided, LayerKv, LayerSize, MatrixSize, active_numbers
+from sidestep.ipc.model.layer_size import (
+    Divided,
+    KvFormat,
+    LayerKv,
+    LayerSize,
+    MatrixSize,
+    active_numbers,
+)
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 
@@ -86,6 +93,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     It has no projections of k and v then. 0 if it has keys and values of its own.
     """
+    kv_format: KvFormat = "model"
+    """How keys and values are kept, which the user chooses; see with_kv_cache_dtype."""
 
     @property
     def num_kv_projections(self) -> int:
@@ -107,7 +116,11 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
 
     def kv(self, num_ranks: int = 1) -> LayerKv:
         """Return what one rank keeps of each token, or reads of what another layer keeps."""
-        return LayerKv(num_kv_heads=max(1, self.num_kv_heads // num_ranks), head_dim=self.head_dim)
+        return LayerKv(
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            head_dim=self.head_dim,
+            format=self.kv_format,
+        )
 
     def size(self, hidden_size: int, num_ranks: int = 1) -> LayerSize:
         """Return the size of one rank's part."""

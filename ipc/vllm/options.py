@@ -76,11 +76,10 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "max_parallel_loading_workers": Foreign(_LOADER),
     "rope_scaling": Foreign("is a field of config.json here: hf_overrides={'rope_scaling': {...}}"),
     "rope_theta": Foreign("is a field of config.json here: hf_overrides={'rope_theta': ...}"),
-    "kv_cache_dtype": Foreign(
-        "keys and values are kept in the model's dtype; leave it out", ("auto",)
-    ),
     "calculate_kv_scales": Foreign(
-        "keys and values are kept in the model's dtype; leave it out", (False,), form="switch"
+        "with a kv_cache_dtype, scales are computed for each token and head; leave it out",
+        (False,),
+        form="switch",
     ),
     "override_attention_dtype": Foreign("attention is computed in the model's dtype; leave it out"),
     "enable_lora": Foreign(NO_LORA, (False,), form="switch"),

@@ -23,6 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_rows_triton import (
+    blocks_of,
+    place_of,
+    row_at,
+    sink_mass,
+)
+from sidestep.kernels.attention.kv_codes_triton import (
+    CodedCache,
+    load_coded,
+    parts_of,
+    times_scales,
+)
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
 from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import num_processors, pdl
@@ -63,60 +75,6 @@ class DecodeScratch:
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
 
 
-@triton.jit
-def _blocks_of(table, index, within, length, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Return the block id of a tile, or of each of its keys where a tile has several blocks."""
-    if PAGE % TILE == 0:
-        block = tl.load(table + index * TILE // PAGE)
-    else:
-        keys = index * TILE + within
-        block = tl.load(table + keys // PAGE, mask=keys < length, other=0)
-    return block.to(tl.int64)
-
-
-@triton.jit
-def _row_at(
-    row,
-    there,
-    tile_ends,
-    seq_lens,
-    valid_lens,
-    slots,
-    block_tables,
-    table_stride,
-):
-    """Return the end of a row's last tile, its length, valid length and table.
-
-    They are any values if not `there`.
-    """
-    slot = tl.load(slots + row, mask=there, other=0)
-    end = tl.load(tile_ends + row, mask=there, other=0)
-    length = tl.load(seq_lens + row, mask=there, other=0)
-    valid = length
-    if valid_lens is not None:
-        valid = tl.load(valid_lens + row, mask=there, other=0)
-    return end, length, valid, block_tables + slot.to(tl.int64) * table_stride
-
-
-@triton.jit
-def _place_of(m, stride, G: tl.constexpr, D: tl.constexpr, Q: tl.constexpr):
-    """Return the places of rows of queries, from a row's first token and KV head.
-
-    Row m of the products is head m % G of query token m // G.
-    """
-    return m * D if Q == 1 else (m // G) * stride + (m % G) * D
-
-
-@triton.jit
-def _sink_mass(sinks, m, top, G: tl.constexpr, Q: tl.constexpr):
-    """Return the masses of rows' sinks, where `top` has the mass 1.
-
-    A row whose sink is so far above its keys that the mass is infinite gets the result 0.
-    """
-    sink = tl.load(sinks + m % G, mask=m < G * Q, other=0.0) * LOG2_E
-    return tl.exp2(sink - top)
-
-
 @reads_early("tile_ends", "slots", "seq_lens", "valid_lens")
 @triton.jit
 def _decode(
@@ -142,6 +100,8 @@ def _decode(
     eps,
     valid_lens,
     sinks,
+    numbers,
+    numbers_stride,
     KVH: tl.constexpr,
     G: tl.constexpr,
     Q: tl.constexpr,
@@ -162,6 +122,7 @@ def _decode(
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
     NEXT_EARLY: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0) % KVH
@@ -175,7 +136,7 @@ def _decode(
     last = tl.minimum(tile + quota, total)
     row = tl.sum((ends <= tile).to(tl.int32), 0)
     row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    row_end, length, valid, table = _row_at(
+    row_end, length, valid, table = row_at(
         row, tile < last, tile_ends, seq_lens, valid_lens, slots, block_tables, table_stride
     )
     # Idle programs return at once. The first one waits in any case, so that no later kernel
@@ -191,7 +152,7 @@ def _decode(
         return
     m = tl.arange(0, M)
     dims = tl.arange(0, DIM)
-    dtype = cache.dtype.element_ty
+    dtype: tl.constexpr = q.dtype.element_ty
     while tile < last:
         # 2. Attend to one row, or to the part of it that lies in this share.
         stop = tl.minimum(row_end, last)
@@ -205,7 +166,7 @@ def _decode(
             given = q + row * q_stride + (head * G + m)[:, None] * D
         else:
             given = q + row * Q * q_stride + head * (G * D)
-            given += _place_of(m, q_stride, G, D, Q)[:, None]
+            given += place_of(m, q_stride, G, D, Q)[:, None]
         inside_head = (m < G * Q)[:, None] & (dims < D)[None, :]
         if ROPE:
             # The new token, whose key and value are not in the cache yet, begins the softmax of the
@@ -250,22 +211,43 @@ def _decode(
             # Tables may have no entries for keys that are not valid.
             last_index = tl.minimum(last_index, (valid - 1) // TILE)
             first_index = tl.minimum(first_index, last_index)
-        blocks = _blocks_of(table, first_index, within, valid, PAGE, TILE)
+        blocks = blocks_of(table, first_index, within, valid, PAGE, TILE)
         for index in range(tile + shift, stop + shift):
             keys = index * TILE + within
             # The next tile's blocks are loaded one iteration ahead, so that its keys can be loaded
             # without waiting.
-            following = _blocks_of(
+            following = blocks_of(
                 table, tl.minimum(index + 1, last_index), within, valid, PAGE, TILE
             )
-            place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
-            source = cache + place[:, None] + dims[None, :]
             # Keys behind the last token are not read: they may have any value, and 0 x NaN would
             # spread.
-            readable = (keys < stored)[:, None] & (dims < D)[None, :]
-            key = tl.load(source, mask=readable, other=0.0)
-            value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
-            scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            if FORMAT == "":
+                place = blocks * block_stride + head * (PAGE * D) + (keys % PAGE) * D
+                source = cache + place[:, None] + dims[None, :]
+                readable = (keys < stored)[:, None] & (dims < D)[None, :]
+                key = tl.load(source, mask=readable, other=0.0)
+                value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
+                scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            else:
+                key, key_scale, value, value_scale = load_coded(
+                    cache,
+                    numbers,
+                    blocks,
+                    keys,
+                    head,
+                    keys < stored,
+                    block_stride,
+                    numbers_stride,
+                    KVH,
+                    D,
+                    DIM,
+                    PAGE,
+                    TILE,
+                    FORMAT,
+                    dtype,
+                )
+                scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+                scores *= (key_scale * scale)[None, :]
             if SOFTCAP is not None:
                 scores = bounded(scores, SOFTCAP)
             if Q == 1:
@@ -279,7 +261,11 @@ def _decode(
             weights = tl.exp2(scores - highest[:, None])
             fade = tl.exp2(top - highest)
             mass = mass * fade[:, None] + weights
-            acc = tl.dot(weights.to(dtype), value, acc * fade[:, None], input_precision=PRECISION)
+            if FORMAT == "":
+                weights = weights.to(dtype)
+            else:
+                weights, value = times_scales(weights, value, value_scale, dtype)
+            acc = tl.dot(weights, value, acc * fade[:, None], input_precision=PRECISION)
             top = highest
             blocks = following
         if PDL and not NEXT_EARLY:
@@ -291,12 +277,12 @@ def _decode(
         if begins_here & (stop == row_end):
             # 3. Store the result of a row that was here as a whole.
             if sinks is not None:
-                total_mass += _sink_mass(sinks + head * G, m, top, G, Q)
+                total_mass += sink_mass(sinks + head * G, m, top, G, Q)
             if Q > 1:
                 # A query that is not valid may see no key at all.
                 total_mass = tl.where(total_mass > 0.0, total_mass, 1.0)
             tl.store(
-                target + _place_of(m, out_stride, G, D, Q)[:, None] + dims[None, :],
+                target + place_of(m, out_stride, G, D, Q)[:, None] + dims[None, :],
                 (acc / total_mass[:, None]).to(out.dtype.element_ty),
                 mask=inside_head,
             )
@@ -349,20 +335,20 @@ def _decode(
                         )
                         top_all = highest_all
                     if sinks is not None:
-                        mass_all += _sink_mass(sinks + head * G, group, top_all, G, Q)
+                        mass_all += sink_mass(sinks + head * G, group, top_all, G, Q)
                     if Q == 1:
                         mass_all = tl.where(group < G, mass_all, 1.0)
                     else:
                         mass_all = tl.where(mass_all > 0.0, mass_all, 1.0)
                     tl.store(
-                        target + _place_of(group, out_stride, G, D, Q)[:, None] + dims[None, :],
+                        target + place_of(group, out_stride, G, D, Q)[:, None] + dims[None, :],
                         (acc_all / mass_all[:, None]).to(target.dtype.element_ty),
                         mask=(group < G * Q)[:, None] & (dims < D)[None, :],
                     )
         tile = stop
         row_begin = row_end
         row += 1
-        row_end, length, valid, table = _row_at(
+        row_end, length, valid, table = row_at(
             row,
             tile < last,
             tile_ends,
@@ -376,7 +362,7 @@ def _decode(
 
 def decode_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | CodedCache,
     block_tables: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
@@ -401,9 +387,10 @@ def decode_attention(
     least one; without it, all tokens are valid. Memory of the cache behind that length is not read.
     The results of other tokens are of no use, and their queries may have any value.
 
-    q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
-    block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32 from plan_attention
-    with the scratch's tile and the same `queries`; out [R.., H * D], written for decode rows only.
+    q [R.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D], or
+    such a cache of codes; block_tables int32 [slots, W]; slots, seq_lens int32 [R]; tile_ends int32
+    from plan_attention with the scratch's tile and the same `queries`; out [R.., H * D], written
+    for decode rows only.
     softcap: the bound of the scores; sinks float32 [H]: scores that only the softmax's
     denominator has. With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the
     projections, and each row's new key and value are written to the cache; without, they are there
@@ -411,7 +398,9 @@ def decode_attention(
     """
     assert 1 <= queries <= scratch.queries
     assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
+    assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
     _, twice_kv_heads, page, dim = cache.shape
+    memory, numbers, numbers_stride, code_format = parts_of(cache)
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
     padded, wide = triton.next_power_of_2(group * queries), max(16, triton.next_power_of_2(dim))
@@ -430,7 +419,7 @@ def decode_attention(
     q_weight, k_weight = norms if norms is not None else (q, q)
     _decode[(scratch.parts * kv_heads,)](
         q,
-        cache,
+        memory,
         block_tables,
         slots,
         seq_lens,
@@ -451,6 +440,8 @@ def decode_attention(
         eps,
         valid_lens,
         sinks,
+        numbers,
+        numbers_stride,
         kv_heads,
         group,
         queries,
@@ -471,6 +462,7 @@ def decode_attention(
         norms is not None,
         "ieee",
         config.next_early,
+        code_format,
         num_warps=warps,
         num_stages=config.num_stages,
         **pdl(q),

@@ -15,6 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestep.kernels.attention.kv_codes_triton import (
+    CodedCache,
+    load_coded,
+    parts_of,
+    times_scales,
+)
 from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
@@ -76,6 +82,8 @@ def _attend(
     head,
     block_stride,
     scale,
+    numbers,
+    numbers_stride,
     KVH: tl.constexpr,
     D: tl.constexpr,
     DIM: tl.constexpr,
@@ -86,6 +94,7 @@ def _attend(
     MASKED: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Attend to the keys from begin, a multiple of N, to end; return the softmax's new state."""
     dims = tl.arange(0, DIM)
@@ -98,7 +107,25 @@ def _attend(
         following = _blocks_of(
             table, tl.minimum(start + N, (end - 1) // N * N), within, length, PAGE, N
         )
-        if BULK and not MASKED:
+        if FORMAT != "":
+            key, key_scale, value, value_scale = load_coded(
+                cache,
+                numbers,
+                blocks,
+                keys,
+                head,
+                keys < length,
+                block_stride,
+                numbers_stride,
+                KVH,
+                D,
+                DIM,
+                PAGE,
+                N,
+                FORMAT,
+                query.dtype,
+            )
+        elif BULK and not MASKED:
             row = blocks * (block_stride // D) + head * PAGE + start % PAGE
             key = rows_of_cache.load([row, 0])
             value = rows_of_cache.load([row + KVH * PAGE, 0])
@@ -116,6 +143,8 @@ def _attend(
                 key = tl.load(source, mask=(dims < D)[None, :], other=0.0)
                 value = tl.load(source + KVH * (PAGE * D), mask=(dims < D)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if FORMAT != "":
+            scores *= key_scale[None, :]
         unit = scale
         if SOFTCAP is not None:
             scores = bounded(scores * scale, SOFTCAP)
@@ -132,7 +161,11 @@ def _attend(
         weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
         mass = mass * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(value.dtype), value, acc * fade[:, None], input_precision=PRECISION)
+        if FORMAT == "":
+            weights = weights.to(value.dtype)
+        else:
+            weights, value = times_scales(weights, value, value_scale, query.dtype)
+        acc = tl.dot(weights, value, acc * fade[:, None], input_precision=PRECISION)
         top = highest
         blocks = following
     return acc, top, mass
@@ -156,6 +189,8 @@ def _prefill(
     out_stride,
     scale,
     sinks,
+    numbers,
+    numbers_stride,
     KVH: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
@@ -169,6 +204,7 @@ def _prefill(
     ROWS: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # 1. Find this program's tile. The last tiles, which see most keys, come first. The table that
@@ -231,6 +267,8 @@ def _prefill(
             head,
             block_stride,
             scale,
+            numbers,
+            numbers_stride,
             KVH,
             D,
             DIM,
@@ -241,6 +279,7 @@ def _prefill(
             True,
             BULK,
             PRECISION,
+            FORMAT,
         )
         start = edge
     acc, top, mass = _attend(
@@ -258,6 +297,8 @@ def _prefill(
         head,
         block_stride,
         scale,
+        numbers,
+        numbers_stride,
         KVH,
         D,
         DIM,
@@ -268,6 +309,7 @@ def _prefill(
         False,
         BULK,
         PRECISION,
+        FORMAT,
     )
     acc, top, mass = _attend(
         query,
@@ -284,6 +326,8 @@ def _prefill(
         head,
         block_stride,
         scale,
+        numbers,
+        numbers_stride,
         KVH,
         D,
         DIM,
@@ -294,6 +338,7 @@ def _prefill(
         True,
         BULK,
         PRECISION,
+        FORMAT,
     )
     # Rows of padding have no mass.
     result = acc / tl.where(valid, mass, 1.0)[:, None]
@@ -304,7 +349,7 @@ def _prefill(
 
 def prefill_attention(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | CodedCache,
     block_tables: Tensor,
     slots: Tensor,
     seq_lens: Tensor,
@@ -325,12 +370,12 @@ def prefill_attention(
 
     A token attends to all keys up to its own, or to the last `window` of them (0: all).
 
-    q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D];
-    block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts int32 [R + 1]; tile_ends
-    int32 from plan_attention with the config's tokens; max_tokens, max_rows: no step has more
-    prompt tokens and prompt rows; out [T.., H * D], written for tokens of prompt rows only;
-    softcap: the bound of the scores; sinks float32 [H]: scores that only the softmax's
-    denominator has.
+    q [T.., >= H * D], rows contiguous within a head; cache [blocks, 2 KVH, block size, D], or
+    such a cache of codes; block_tables int32 [slots, W]; slots, seq_lens int32 [R]; query_starts
+    int32 [R + 1]; tile_ends int32 from plan_attention with the config's tokens; max_tokens,
+    max_rows: no step has more prompt tokens and prompt rows; out [T.., H * D], written for tokens
+    of prompt rows only; softcap: the bound of the scores; sinks float32 [H]: scores that only the
+    softmax's denominator has.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
@@ -339,18 +384,23 @@ def prefill_attention(
     rows = max(config.rows, triton.next_power_of_2(group))
     grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
     # With narrow heads the copies would have less than the hardware moves at once.
+    memory, numbers, numbers_stride, code_format = parts_of(cache)
     bulk = (
-        config.bulk and page % config.keys == 0 and dim in (64, 128, 256) and cache.is_contiguous()
+        config.bulk
+        and not code_format
+        and page % config.keys == 0
+        and dim in (64, 128, 256)
+        and memory.is_contiguous()
     )
     rows_of_cache = (
-        TensorDescriptor(cache, [cache.numel() // dim, dim], [dim, 1], [config.keys, dim])
+        TensorDescriptor(memory, [memory.numel() // dim, dim], [dim, 1], [config.keys, dim])
         if bulk
-        else cache
+        else memory
     )
     limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill[grid](
         q,
-        cache,
+        memory,
         rows_of_cache,
         block_tables,
         slots,
@@ -364,6 +414,8 @@ def prefill_attention(
         out.stride(0),
         scale * LOG2_E.value,
         sinks,
+        numbers,
+        numbers_stride,
         kv_heads,
         group,
         dim,
@@ -377,6 +429,7 @@ def prefill_attention(
         tile_ends.shape[0],
         bulk,
         "ieee",
+        code_format,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **limit,

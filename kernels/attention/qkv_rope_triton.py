@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.attention.kv_codes_triton import CodedCache, parts_of, store_coded
 from sidestep.kernels.attention.scores_triton import bounded
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
@@ -123,6 +124,8 @@ def _qkv_rope(
     qkv_stride,
     block_stride,
     eps,
+    numbers,
+    numbers_stride,
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
@@ -130,6 +133,7 @@ def _qkv_rope(
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     NORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -173,6 +177,26 @@ def _qkv_rope(
     out_high = tl.where(is_value, high, b * c + a * s).to(qkv.dtype.element_ty)
     tl.store(source, out_low, mask=inside & is_query)
     tl.store(source + D // 2, out_high, mask=inside & is_query)
+    # A token that is padding writes no head.
+    last = tl.where(place >= 0, H + 2 * KVH, 0)
+    if FORMAT != "":
+        store_coded(
+            cache,
+            numbers,
+            out_low,
+            out_high,
+            place,
+            heads - H,
+            (heads >= H) & (heads < last),
+            block_stride,
+            numbers_stride,
+            2 * KVH,
+            D,
+            HALF,
+            PAGE,
+            FORMAT,
+        )
+        return
     target = (
         cache
         + (place // PAGE) * block_stride
@@ -180,8 +204,6 @@ def _qkv_rope(
         + (place % PAGE) * D
         + dims
     )
-    # A token that is padding writes no head.
-    last = tl.where(place >= 0, H + 2 * KVH, 0)
     writes = half_dim & (heads >= H) & (heads < last)
     tl.store(target, out_low, mask=writes)
     tl.store(target + D // 2, out_high, mask=writes)
@@ -195,7 +217,7 @@ def qkv_rope(
     sin: Tensor,
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
-    cache: Tensor,
+    cache: Tensor | CodedCache,
     num_heads: int,
 ) -> None:
     """Rotate qkv's queries in place, and write its keys (rotated) and values to the cache.
@@ -203,13 +225,14 @@ def qkv_rope(
     qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; slot_mapping int32 [T], block id
     * block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
     2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
-    heads first.
+    heads first, or such a cache of codes.
     """
     _, twice_kv_heads, page, dim = cache.shape
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
     half = triton.next_power_of_2(dim // 2)
     per_program = min(triton.next_power_of_2(heads), max(1, 512 // half))
     q_weight, k_weight = norms if norms is not None else (cos, cos)
+    memory, numbers, numbers_stride, code_format = parts_of(cache)
     _qkv_rope[(tokens, triton.cdiv(heads, per_program))](
         qkv,
         positions,
@@ -218,10 +241,12 @@ def qkv_rope(
         sin,
         q_weight,
         k_weight,
-        cache,
+        memory,
         qkv.stride(0),
         cache.stride(0),
         eps,
+        numbers,
+        numbers_stride,
         num_heads,
         twice_kv_heads // 2,
         dim,
@@ -229,6 +254,7 @@ def qkv_rope(
         per_program,
         page,
         norms is not None,
+        code_format,
         num_warps=4,
         **pdl(qkv),
     )

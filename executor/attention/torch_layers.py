@@ -1,0 +1,80 @@
+"""A layer's blocks as the torch backend reads and writes them, by format of keys and values."""
+
+from __future__ import annotations
+
+import abc
+
+import torch
+from torch import Tensor
+
+from sidestep.ipc.model.layer_size import LayerKv
+from sidestep.kernels.ops.kv_quantization import CODE_TYPES, CodeFormat, dequantize, quantize
+from sidestep.kernels.ops.kv_write import write_kv
+
+
+class LayerBlocks(abc.ABC):
+    """The blocks of one layer."""
+
+    @abc.abstractmethod
+    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """Store tokens kv [T, 2 KVH, D], the keys first; return them as they will be read.
+
+        slots: int64 [T], block id * block size + offset, all different. Returns float32.
+        """
+
+    @abc.abstractmethod
+    def read(self, blocks: Tensor) -> Tensor:
+        """Return the tokens of blocks, int64 [N]: float32 [N, block size, 2 KVH, D]."""
+
+
+def layer_blocks(memory: Tensor, kept: LayerKv, block_size: int, dtype: torch.dtype) -> LayerBlocks:
+    """Return a layer's blocks. memory: uint8 [blocks, bytes]; dtype: the model's type."""
+    if kept.format == "model":
+        return PlainBlocks(memory, kept, block_size, dtype)
+    return CodedBlocks(memory, kept, block_size, kept.format)
+
+
+class PlainBlocks(LayerBlocks):
+    """Blocks in the model's type: [blocks, block size, 2 KVH, D]."""
+
+    def __init__(self, memory: Tensor, kept: LayerKv, block_size: int, dtype: torch.dtype) -> None:
+        self._cache = memory.view(dtype).unflatten(
+            1, (block_size, 2 * kept.num_kv_heads, kept.head_dim)
+        )
+
+    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """Store tokens."""
+        write_kv(self._cache.flatten(0, 1), kv, slots)
+        return kv.float()
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """Return the tokens of blocks."""
+        return self._cache.index_select(0, blocks).float()
+
+
+class CodedBlocks(LayerBlocks):
+    """Blocks of codes [block size, 2 KVH, bytes of D], and behind them float16 [.., 1 or 2]."""
+
+    def __init__(
+        self, memory: Tensor, kept: LayerKv, block_size: int, code_format: CodeFormat
+    ) -> None:
+        heads, codes = 2 * kept.num_kv_heads, block_size * kept.code_bytes
+        self._format, self._size = code_format, block_size
+        self._codes = (
+            memory[:, :codes].unflatten(1, (block_size, heads, -1)).view(CODE_TYPES[code_format])
+        )
+        self._numbers = memory[:, codes:].view(torch.float16).unflatten(1, (block_size, heads, -1))
+
+    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """Store the codes of tokens."""
+        codes, numbers = quantize(kv, self._format)
+        place = slots // self._size, slots % self._size
+        # Torch has no indexed writes of float8.
+        self._codes.view(torch.uint8)[place] = codes.view(torch.uint8)
+        self._numbers[place] = numbers
+        return dequantize(codes, numbers, self._format)
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """Return the tokens of blocks."""
+        codes = self._codes.view(torch.uint8).index_select(0, blocks).view(self._codes.dtype)
+        return dequantize(codes, self._numbers.index_select(0, blocks), self._format)
