@@ -195,6 +195,9 @@ class AttentionBackend(abc.ABC):
     head_dims: ClassVar[tuple[int, ...]] = ()
     """Sizes of heads that it takes, the most usual first; if empty, all even sizes."""
 
+    keeps_codes: ClassVar[bool] = True
+    """Whether it takes other formats of keys and values than the model's type."""
+
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
         """Return why this backend cannot run on a device, or None if it can."""

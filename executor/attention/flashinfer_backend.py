@@ -41,6 +41,7 @@ class FlashInferAttention(AttentionBackend):
 
     dtypes = (torch.bfloat16, torch.float16)
     head_dims = (128, 64, 256)
+    keeps_codes = False
 
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
@@ -274,11 +275,6 @@ def _check(setup: AttentionSetup) -> None:
         raise EngineStartError(
             f"dtype: attention_backend 'flashinfer' computes in bfloat16 or float16, not "
             f"{str(setup.dtype).removeprefix('torch.')}; change one of the two"
-        )
-    if any(layer.format != "model" for layer in setup.kv_layout.layers):
-        raise EngineStartError(
-            "kv_cache_dtype: attention_backend 'flashinfer' keeps keys and values in the model's "
-            "type ('auto'); change one of the two"
         )
     if len(set(setup.shape.scales)) > 1:
         raise EngineStartError(

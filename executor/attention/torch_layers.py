@@ -9,7 +9,6 @@ from torch import Tensor
 
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.ops.kv_quantization import CODE_TYPES, CodeFormat, dequantize, quantize
-from sidestep.kernels.ops.kv_write import write_kv
 
 
 class LayerBlocks(abc.ABC):
@@ -44,7 +43,7 @@ class PlainBlocks(LayerBlocks):
 
     def write(self, kv: Tensor, slots: Tensor) -> Tensor:
         """Store tokens."""
-        write_kv(self._cache.flatten(0, 1), kv, slots)
+        self._cache.flatten(0, 1).index_copy_(0, slots, kv)
         return kv.float()
 
     def read(self, blocks: Tensor) -> Tensor:

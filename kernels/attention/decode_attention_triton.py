@@ -408,6 +408,8 @@ def decode_attention(
     elements = config.combined
     if queries > 1:
         warps = config.num_warps_of(max(16, padded), wide)
+        if code_format:  # which takes more registers
+            warps = min(8, 2 * warps)
         min_tiles = config.min_tiles_of_several
         # A thread combines as many elements as with one query.
         elements = elements * warps // config.num_warps

@@ -22,7 +22,7 @@ from sidestep.kernels.attention.kv_codes_triton import (
     times_scales,
 )
 from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.launch_order import reads_early
 
 
@@ -397,6 +397,8 @@ def prefill_attention(
         if bulk
         else memory
     )
+    # Without the tensor cores of Hopper the two halves of a byte take more registers.
+    more_warps = code_format == "int4" and not has_pdl(q.device)
     limit = {} if config.registers is None else {"maxnreg": config.registers}
     _prefill[grid](
         q,
@@ -430,7 +432,7 @@ def prefill_attention(
         bulk,
         "ieee",
         code_format,
-        num_warps=config.num_warps,
+        num_warps=2 * config.num_warps if more_warps else config.num_warps,
         num_stages=config.num_stages,
         **limit,
         **pdl(q),

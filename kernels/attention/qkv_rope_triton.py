@@ -2,7 +2,7 @@
 
 They are the norm of each head's query and key (where a model has it), the rotary embedding, and the
 write of keys and values into the paged cache. Decode attention can begin with them. The references
-are kernels/ops/rms_norm.py, kernels/ops/rotary.py and kernels/ops/kv_write.py.
+are kernels/ops/rms_norm.py and kernels/ops/rotary.py, and kernels/ops/kv_quantization.py for codes.
 """
 
 from __future__ import annotations

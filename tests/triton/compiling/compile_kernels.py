@@ -63,6 +63,7 @@ from sidestep.kernels.triton import (
     silu_mul_triton,
     token_masks_triton,
 )
+from tests.triton.compiling.compile_codes import launch_codes
 from tests.triton.compiling.compile_experts import launch_experts
 from tests.triton.compiling.compile_quantized import FORMS, MAIN_FORMS, Form, launch_quantized
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32
@@ -470,6 +471,7 @@ GROUPS: dict[str, Callable[[Model, int, int], None]] = {
     "quantized": functools.partial(launch_coded_products, MAIN_FORMS),
     "all-quantized": functools.partial(launch_coded_products, FORMS),
     "recurrent": launch_recurrent,
+    "codes": launch_codes,
 }
 
 

@@ -88,9 +88,9 @@ class Job:
 
 
 MAIN = [
-    Job(80, "Qwen3-0.6B", groups=("attention", "products")),
+    Job(80, "Qwen3-0.6B", groups=("attention", "products", "codes")),
     Job(90, "Qwen3-0.6B", groups=("common", "sums", "attention", "products")),
-    Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts", "recurrent")),
+    Job(90, "Llama-3.1-8B", groups=("attention", "products", "experts", "recurrent", "codes")),
     Job(90, "Llama-3.1-8B", groups=("quantized",)),
     Job(89, "Qwen3-0.6B", groups=("quantized",)),
 ]
@@ -110,6 +110,12 @@ SLOW += [
     Job(capability, model, groups=("common", "sums", "products", "experts", "all-quantized"))
     for capability in SHARED_KB
     for model in ("Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")
+]
+SLOW += [
+    Job(capability, model, block_size, window, ("codes",))
+    for capability in SHARED_KB
+    for model in ("Qwen3-0.6B", "Qwen2.5-0.5B", "Gemma-like")
+    for block_size, window in ((64, 0), (16, 1000))
 ]
 
 
@@ -159,6 +165,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "quantized": QUANTIZED,
         "all-quantized": QUANTIZED,
         "recurrent": RECURRENT,
+        "codes": {"_qkv_rope", "_decode", "_prefill"},
     }
     assert {kernel["kernel"] for kernel in kernels} == set().union(
         *(expected[group] for group in job.groups)

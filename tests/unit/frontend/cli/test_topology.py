@@ -19,6 +19,7 @@ from sidestep.frontend.planning.machine import GpuInfo, Machine, bandwidth_of, c
 from sidestep.frontend.planning.topology import Shard, Size, sizes
 from sidestep.ipc.common import registry
 from sidestep.ipc.config_sections import CacheConfig
+from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.counting_weights import CountingWeights
@@ -128,6 +129,21 @@ def test_the_8b_shape_on_known_gpus(model: str) -> None:
     assert alone.full_step_floor_ms == pytest.approx(
         alone.token_floor_ms + alone.cache_tokens * 128 * 1024 / 4.8e9
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"),
+    [("fp8", 256 / 130), ("int8", 256 / 130), ("int4_per_token_head", 256 / 68)],
+)
+def test_codes_leave_room_for_more_tokens(model: str, dtype: str, factor: float) -> None:
+    plain = load_model_spec(model)
+    coded = with_kv_cache_dtype(plain, dtype)
+    found, more = (sizes_on(spec, 1, 141 * GIB)[1, 1, 1] for spec in (plain, coded))
+    assert more.cache_tokens == pytest.approx(factor * found.cache_tokens, rel=0.001)
+    assert factor > 1.9, "heads of 128"
+    half = with_kv_cache_dtype(plain, dtype, [str(i) for i in range(16)])
+    some = sizes_on(half, 1, 141 * GIB)[1, 1, 1].cache_tokens
+    assert found.cache_tokens < some < more.cache_tokens
 
 
 def test_what_is_too_small_says_so(model: str) -> None:

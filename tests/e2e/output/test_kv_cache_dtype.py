@@ -126,6 +126,10 @@ def test_all_layers_left_out_are_as_with_auto(engines: Engines) -> None:
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["sliding_window"]},
             "kv_cache_dtype_skip_layers: the model has no layers with a window",
         ),
+        (
+            {"kv_cache_dtype": "int8", "attention_backend": "flashinfer"},
+            "kv_cache_dtype: attention_backend 'flashinfer' keeps keys and values",
+        ),
     ],
 )
 def test_impossible_choices_are_refused(options: dict[str, Any], problem: str) -> None:

@@ -1,0 +1,96 @@
+"""Launches of the kernels of attention over codes, for compile_kernels.py."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sidestep.kernels.attention import (
+    decode_attention_triton,
+    decode_config,
+    prefill_attention_triton,
+    qkv_rope_triton,
+)
+from sidestep.kernels.attention.kv_codes_triton import CodedCache
+from sidestep.kernels.gpu import gpu_of
+from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32, u8
+
+_BLOCKS, _SLOTS, _ROWS, _QUERIES = 20_000, 1024, 512, 5
+
+
+class _Heads(Protocol):
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+
+def _cache(heads: int, page: int, dim: int, name: str) -> CodedCache:
+    width, count = (dim // 2, 2) if name == "int4" else (dim, 1)
+    size, numbers = heads * page * width, count * heads * page
+    memory = u8(_BLOCKS, size + 2 * numbers)
+    codes = memory[:, :size].unflatten(1, (heads, page, width))
+    return CodedCache(
+        codes.view(torch.int8) if name == "int8" else codes,
+        memory[:, size:]
+        .view(torch.float16)
+        .unflatten(1, (2, heads, page) if count == 2 else (heads, page)),
+        name,
+    )
+
+
+def launch_codes(model: _Heads, page: int, window: int) -> None:
+    """Launch the writing of codes, decodes with and without drafts, and prompts."""
+    gpu = gpu_of(torch.device("meta"))
+    assert gpu is not None
+    for name in ("int8", "fp8" if gpu.capability >= 89 else "fp8_bits", "int4"):
+        _launch_format(model, _cache(2 * model.kv_heads, page, model.dim, name), window)
+
+
+def _launch_format(model: _Heads, cache: CodedCache, window: int) -> None:
+    q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
+    table, ids = f32(40_000, model.dim // 2), i32(TOKENS)
+    qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads)
+    out, tables = bf16(TOKENS, model.heads * model.dim), i32(_SLOTS, 600)
+    rows, starts = i32(_ROWS), i32(_ROWS + 1)
+    for queries in (1, _QUERIES):
+        config = decode_config.config_of(model.dim, 2, model.heads, model.kv_heads, queries)
+        scratch = decode_attention_triton.DecodeScratch(
+            model.heads, model.kv_heads, model.dim, _ROWS, q.device, config, queries
+        )
+        decode_attention_triton.decode_attention(
+            q,
+            cache,
+            tables,
+            rows,
+            rows,
+            rows,
+            out,
+            scratch,
+            num_heads=model.heads,
+            window=window,
+            scale=0.1,
+            queries=queries,
+            valid_lens=rows if queries > 1 else None,
+        )
+    prefill_attention_triton.prefill_attention(
+        q,
+        cache,
+        tables,
+        rows,
+        rows,
+        starts,
+        rows,
+        out,
+        prefill_attention_triton.prefill_config(model.dim, 2),
+        num_heads=model.heads,
+        max_tokens=TOKENS,
+        max_rows=_ROWS,
+        window=window,
+        scale=0.1,
+    )
