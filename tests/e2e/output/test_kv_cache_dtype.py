@@ -56,6 +56,11 @@ def test_outputs_do_not_depend_on_how_they_were_computed(dtype: str, engines: En
         assert [numbers(output)[:2] for output in cached] == [one[:2] for one in expected]
     assert max(output.num_cached_tokens or 0 for output in cached) > 16
     assert [numbers(run(llm, [prompt])[0]) for prompt in PROMPTS] == expected, "alone"
+    # Choices of one request share blocks, and copy the last one.
+    several = llm.generate(PROMPTS, replace(GREEDY, n=3), use_tqdm=False)
+    for output, (tokens, logprobs, _) in zip(several, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [tokens] * 3
+        assert [one.logprobs for one in output.outputs] == [logprobs] * 3
     hard = engines.get(kv_cache_dtype=dtype, **HARD)
     before = hard.get_stats()["num_preemptions"]
     assert [numbers(output) for output in run(hard, 2 * PROMPTS)] == 2 * expected
