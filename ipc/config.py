@@ -18,11 +18,11 @@ from sidestep.ipc.common.logs import LogConfig
 from sidestep.ipc.common.options import require
 from sidestep.ipc.config_sections import (
     CacheConfig,
-    FrontendConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec

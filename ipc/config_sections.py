@@ -17,7 +17,7 @@ from sidestep.ipc.common.options import (
     require,
     require_positive,
 )
-from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES, ROUTERS
+from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES
 from sidestep.ipc.common.registry import QUANTIZATIONS as METHODS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
@@ -466,50 +466,3 @@ class ParallelConfig(Options):
         """Return the part of the model that a rank has."""
         layers = self.pipeline_layers or split_layers(spec, self.pipeline_parallel_size)
         return stage_of(tuple(layers), rank // self.tensor_parallel_size)
-
-
-@dataclass(frozen=True)
-class FrontendConfig(Options):
-    """Requests on their way to the engine, and tokens on their way to their readers."""
-
-    seed: int | None = option(
-        None,
-        "Requests without a seed derive theirs from this number and from their order, so that a "
-        "program's runs repeat. Default: each request draws a new one.",
-    )
-
-    stream_interval: int = option(
-        1,
-        "Number of new tokens after which a request's reader wakes; it also wakes at the first "
-        "token and at the end. More is cheaper.",
-    )
-    max_num_queued_reqs: int | None = option(
-        None,
-        "Most requests of this frontend that may wait to be scheduled; further ones are refused. "
-        "Default: 4096 in sidestep serve, else no limit.",
-    )
-    max_num_queued_tokens: int | None = option(
-        None,
-        "Most tokens of prompts that may wait; a request whose prompt would exceed them is "
-        "refused. Default: no limit.",
-    )
-    profiler_dir: str | None = option(
-        None,
-        "Folder that start_profile writes to, one file a rank; the server's routes for profiles "
-        "need it.",
-    )
-    routing: str = option(
-        "prefix",
-        "With data_parallel_size: which replica takes a request. 'prefix' weighs what each has "
-        "cached of the prompt against how much it has to do (without prefix caching as "
-        "least_loaded); 'least_loaded' looks at the work in flight alone, 'round_robin' at "
-        "nothing.",
-        choices=tuple(ROUTERS),
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.seed is None or self.seed >= 0, "seed", f"must be at least 0, not {self.seed!r}"
-        )
-        require_positive(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sidestep.ipc.common.errors import QueueFullError, ValidationError
-from sidestep.ipc.config_sections import FrontendConfig
+from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.pooling_spec import PoolingSpec
 
 

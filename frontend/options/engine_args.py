@@ -21,11 +21,11 @@ from sidestep.ipc.common.logs import LogConfig
 from sidestep.ipc.config import EngineConfig, with_whole_experts
 from sidestep.ipc.config_sections import (
     CacheConfig,
-    FrontendConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
+from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.generation_config import read_tokenizer_eos
 from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.model_spec import TOKENIZER_FILES, load_model_spec, resolve_model_path

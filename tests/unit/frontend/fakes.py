@@ -17,7 +17,7 @@ from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.config_sections import FrontendConfig
+from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.processes.core_args import ClientAddress
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (

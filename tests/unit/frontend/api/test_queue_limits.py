@@ -14,7 +14,7 @@ import pytest
 from sidestep import AsyncLLM, QueueFullError, RequestOutput, SamplingParams, ValidationError
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.options.engine_args import EngineArgs
-from sidestep.ipc.config_sections import FrontendConfig
+from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.transport.messages import Dead, FinishReason, Outputs, Started
 from tests.unit.frontend.fakes import FakeChannel, llm_of
 
