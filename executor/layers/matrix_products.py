@@ -16,7 +16,7 @@ from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
-from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack, widened
 
 
 class MatrixProduct(Protocol):
@@ -48,8 +48,10 @@ def stacked(parts: Mapping[str, Matrix]) -> Matrix:
     """Return matrices, one below the other.
 
     parts: by names for messages. Raises EngineStartError for matrices that are quantized in several
-    ways.
+    ways, unless their files mix them by design.
     """
+    if any(isinstance(part, CodedMatrix) and part.may_widen for part in parts.values()):
+        parts = dict(zip(parts, widened(list(parts.values())), strict=True))
     whole = [part for part in parts.values() if isinstance(part, Tensor)]
     if len(whole) == len(parts):
         return torch.cat(whole)

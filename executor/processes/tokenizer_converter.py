@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sidestep.executor.processes.gguf_tokenizer import RefusedError, load_gguf
+from sidestep.ipc.model.gguf.header import is_gguf
 from sidestep.ipc.processes.process import decode_args
 
 PROBES = ("Hello world", "this is a test of words")
@@ -43,10 +45,6 @@ class ConverterArgs:
     """An empty folder."""
 
 
-class _RefusedError(Exception):
-    """A tokenizer that cannot be converted. The message goes on after the folder's name."""
-
-
 def main(raw: bytes) -> None:
     """Run the process."""
     args = decode_args(raw, ConverterArgs)
@@ -55,18 +53,21 @@ def main(raw: bytes) -> None:
     except Exception as error:  # transformers raises many types, all meaning the same to the user
         reason = str(error).strip().splitlines()
         text = reason[0] if reason else type(error).__name__
-        if not isinstance(error, _RefusedError):
+        if not isinstance(error, RefusedError):
             text = f"cannot be read by transformers: {type(error).__name__}: {text}"
         (Path(args.target) / "problem").write_text(text, encoding="utf-8")
 
 
 def convert(source: Path, target: Path) -> None:
     """Write the tokenizer of one folder into another. Raises an exception with the problem."""
+    if is_gguf(source):
+        load_gguf(source).save_pretrained(str(target))
+        return
     model = _model_file(source)
     _check_packages(model)
     tokenizer = _load(source, model)
     if not getattr(tokenizer, "is_fast", False):
-        raise _RefusedError(
+        raise RefusedError(
             f"is read as {type(tokenizer).__name__}, a tokenizer in Python, which has no form as "
             "tokenizer.json"
         )
@@ -97,7 +98,7 @@ def _model_file(source: Path) -> Path | None:
 
 
 def _check_packages(model: Path | None) -> None:
-    """Raise _RefusedError if a package that reads the file is missing.
+    """Raise RefusedError if a package that reads the file is missing.
 
     transformers tries tiktoken after any failure, and would name the wrong package.
     """
@@ -110,7 +111,7 @@ def _check_packages(model: Path | None) -> None:
         except ModuleNotFoundError:  # there is no package `google` at all
             missing = True
         if missing:
-            raise _RefusedError(
+            raise RefusedError(
                 f"has {model.name}, which needs the package {package.removeprefix('google.')}: "
                 "pip install 'sidestep[tokenizers]'"
             )
@@ -159,7 +160,7 @@ def _load_alone(source: Path, model: Path) -> Any:
 
 
 def _compare(tokenizer: Any, model: Path) -> None:
-    """Raise _RefusedError if transformers divides plain words in another way than SentencePiece.
+    """Raise RefusedError if transformers divides plain words in another way than SentencePiece.
 
     It does so with a class that is not the model's.
     """
@@ -168,7 +169,7 @@ def _compare(tokenizer: Any, model: Path) -> None:
     reader = SentencePieceProcessor(model_file=str(model))
     for text in PROBES:
         if tokenizer.encode(text, add_special_tokens=False) != reader.encode(text):
-            raise _RefusedError(
+            raise RefusedError(
                 f"has {model.name}, which transformers reads as {type(tokenizer).__name__} with "
                 "other tokens than SentencePiece; name the right tokenizer_class in "
                 "tokenizer_config.json"

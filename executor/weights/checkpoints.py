@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sidestep.executor.quantization.gguf_weights import GgufWeights
 from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     OpenFile,
@@ -22,6 +23,7 @@ from sidestep.executor.weights.weight_loader import (
     SafetensorsWeights,
 )
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.gguf.header import is_gguf
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 """The name of a Python object in the restricted unpickler's message."""
@@ -101,11 +103,18 @@ _BY_FORMAT: dict[str, tuple[type[CheckpointWeights], ...]] = {
 def open_checkpoint(
     folder: str, load_format: str, dtype: torch.dtype, device: torch.device
 ) -> CheckpointWeights:
-    """Return the weights of a folder, of the first kind that it has.
+    """Return the weights of a folder, of the first kind that it has, or those of a GGUF file.
 
     load_format: 'auto', 'safetensors' or 'pt'. Raises EngineStartError, in one line, if there are
     none or they cannot be read.
     """
+    if is_gguf(folder):
+        if load_format != "auto":
+            raise EngineStartError(
+                f"load_format: {load_format!r} does not read {folder}; 'auto' and 'dummy' fit a "
+                "GGUF file"
+            )
+        return GgufWeights(folder, dtype, device)
     kinds, place = _BY_FORMAT[load_format], Path(folder)
     # A copy of a hub's folder may have the index of files that were not fetched.
     for kind in kinds:

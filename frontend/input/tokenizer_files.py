@@ -24,6 +24,7 @@ from pathlib import Path
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.registry import TOKENIZER_CONVERTER
 from sidestep.ipc.config import cache_folder_of_environment
+from sidestep.ipc.model.gguf.header import is_gguf, read_header
 from sidestep.ipc.processes.process import spawn
 
 logger = logging.getLogger(__name__)
@@ -47,24 +48,32 @@ _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 def tokenizer_folder(folder: str, mode: str) -> str:
-    """Return the folder with the tokenizer.json of a model's folder.
+    """Return the folder with the tokenizer.json of a model's folder, or of a GGUF file.
 
     mode: 'auto' converts only if there is no tokenizer.json; 'hf' always takes the tokenizer as
     transformers reads it. A folder without any tokenizer is returned as it is. Raises
     EngineStartError.
     """
     source = Path(folder)
+    if is_gguf(source):
+        _check_transformers(source)
+        return str(_converted(source))
     if mode == "auto" and (source / "tokenizer.json").exists():
         return folder
     if not any(next(source.glob(kind), None) for kind in (*_KINDS, "tokenizer.json")):
         return folder
     _refuse_own_code(source)
+    _check_transformers(source)
+    return str(_converted(source))
+
+
+def _check_transformers(source: Path) -> None:
+    """Raise EngineStartError if the package that reads the tokenizer is missing."""
     if importlib.util.find_spec("transformers") is None:
         raise EngineStartError(
             f"tokenizer: {source} is read by transformers, which is not installed: "
             "pip install 'sidestep[tokenizers]'"
         )
-    return str(_converted(source))
 
 
 def _refuse_own_code(source: Path) -> None:
@@ -139,13 +148,16 @@ def _cache() -> Path:
 
 def _digest(source: Path) -> str:
     """Return a digest of all that a converted tokenizer depends on."""
+    found = hashlib.sha256()
+    if is_gguf(source):
+        with source.open("rb") as opened:
+            found.update(opened.read(read_header(source).num_bytes))
     files = {
         file
         for pattern in (*_KINDS, *_READ_TOO)
         for file in source.glob(pattern)
         if file.is_file() and file.name not in _NOT_READ
     }
-    found = hashlib.sha256()
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
         found.update(f"{file.relative_to(source)} {content}\n".encode())

@@ -122,6 +122,7 @@ QUANTIZATIONS: dict[str, Quantization] = {
     ),
     "fbgemm_fp8": _quantization("fp8:read_fbgemm", "wide_files:WideFiles"),
     "fp8": _quantization("fp8:read_fp8", "wide_files:WideFiles"),
+    "gguf": _quantization("gguf:read_gguf", "gguf_matrices:GgufMatrices"),
     "gptq": _quantization("packed_ints:read_gptq", "packed_files:GptqFiles"),
     "gptq_v2": _quantization("packed_ints:read_gptq", "packed_files:GptqV2Files"),
     "modelopt": _quantization("fp8:read_modelopt", "fp4_files:ModeloptFiles"),

@@ -25,16 +25,24 @@ class HfConfig:
     """The fields of one config.json, with the user's overrides. Null counts as a missing field."""
 
     def __init__(
-        self, path: str, values: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
+        self,
+        path: str,
+        values: Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        file: str = "config.json",
     ) -> None:
-        """Merge the overrides into the file's values. path: the model's folder."""
+        """Merge the overrides into the file's values.
+
+        path: the model's folder, or its file. file: the source of the values, for messages.
+        """
         self.path = path
         self.overridden = frozenset(_of_text(overrides or {}))
         """Fields that the user has set, top-level ones or those of the language model."""
         self._in_file = frozenset(_of_text(values))
         self._values = _merged(_of_text(values), _of_text(overrides or {}))
         self._asked = set(_ROPE_NAMES)
-        self._source = "config.json with hf_overrides" if overrides else "config.json"
+        self._file = file
+        self._source = f"{file} with hf_overrides" if overrides else file
 
     def __repr__(self) -> str:
         return f"HfConfig({self.path!r}, {len(self._values)} fields)"
@@ -132,7 +140,7 @@ class HfConfig:
         if value is None:
             value = default
         if value is None:
-            raise EngineStartError(f"model: config.json in {self.path} lacks {name!r}")
+            raise EngineStartError(f"model: {self._file} in {self.path} lacks {name!r}")
         return value
 
 

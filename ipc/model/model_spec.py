@@ -17,6 +17,8 @@ import msgspec
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
+from sidestep.ipc.model.gguf.config_values import config_values
+from sidestep.ipc.model.gguf.header import files_of, gguf_in, is_gguf, read_header
 from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_size import Divided
 from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec, TokenInputSpec
@@ -87,14 +89,22 @@ _OTHER_WEIGHTS = "pytorch_model*.bin"
 def resolve_model_path(
     model: str, revision: str | None = None, files: Sequence[str] = _FILES
 ) -> str:
-    """Return the local folder for a folder's path or a hub name.
+    """Return the local folder for a folder's path or a hub name, or the path of a GGUF file.
+
+    A folder that has a GGUF file and no other model stands for the file.
 
     A hub name's files that match `files` are fetched, where a hub is reachable. If they include
     weights and the hub has no safetensors, the weights in pytorch_model.bin are fetched. Raises
     EngineStartError.
     """
     if os.path.isdir(model):
-        return os.path.abspath(model)
+        folder = Path(os.path.abspath(model))
+        wants_model = tuple(files) != TOKENIZER_FILES
+        return str((gguf_in(folder) if wants_model else None) or folder)
+    if is_gguf(model):
+        if not os.path.isfile(model):
+            raise EngineStartError(f"model: there is no file {model}")
+        return str(files_of(Path(os.path.abspath(model)))[0])
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise EngineStartError(
             f"model: {model!r} is not a folder, nor a hub name of the form owner/name"
@@ -133,10 +143,7 @@ def load_model_spec(
     pooler: see read_pooling. quantization: see read_quantization. Raises EngineStartError with one
     line on the problem; ValidationError for a wrong override.
     """
-    values = read_json(Path(path) / "config.json")
-    if values is None:
-        raise EngineStartError(f"model: {path} has no config.json")
-    config = HfConfig(path, values, overrides)
+    config = read_config(path, overrides)
     spec: ModelSpec = _reader(config.architecture)(config)
     generation = generation or read_generation_config(path, with_sampling=False)
     eos = [*_stated_eos(config, generation), *more_eos]
@@ -148,6 +155,19 @@ def load_model_spec(
     return msgspec.structs.replace(
         spec, eos_token_ids=tuple(eos), pooling=pooling, quantization=quantized
     )
+
+
+def read_config(path: str, overrides: Mapping[str, Any] | None = None) -> HfConfig:
+    """Return the config.json of a folder, or what a GGUF file has in its place.
+
+    Raises EngineStartError.
+    """
+    if is_gguf(path):
+        return HfConfig(path, config_values(read_header(path)), overrides, "the GGUF metadata")
+    values = read_json(Path(path) / "config.json")
+    if values is None:
+        raise EngineStartError(f"model: {path} has no config.json")
+    return HfConfig(path, values, overrides)
 
 
 def _stated_eos(config: HfConfig, generation: GenerationConfig) -> tuple[int, ...]:

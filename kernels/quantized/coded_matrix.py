@@ -6,6 +6,7 @@ share a scale. The last groups of a matrix may be short.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -62,6 +63,8 @@ class CodedMatrix:
     where that is faster; None where they were not."""
     input_scale: Tensor | None = None
     """float32 [1]: the scale of rounded inputs, if it is the same for all of them."""
+    may_widen: bool = False
+    """Whether the files mix forms by design, so that it may get another form to be stacked."""
 
     @property
     def packed(self) -> int:
@@ -203,6 +206,47 @@ def stack(parts: Sequence[CodedMatrix]) -> CodedMatrix:
         zeros=joined(lambda one: one.zeros),
         minimums=joined(lambda one: one.minimums),
         input_scale=largest,
+    )
+
+
+def widened(parts: Sequence[Tensor | CodedMatrix]) -> list[Tensor | CodedMatrix]:
+    """Return matrices in one form that has all their numbers.
+
+    It is int8 with the smallest group, or plain where a part is plain or has other codes. Each
+    part's own scales are kept, so no number changes.
+    """
+    coded = [part for part in parts if isinstance(part, CodedMatrix)]
+    same = {part.described for part in coded}
+    if len(coded) == len(parts) and len(same) == 1:
+        return list(parts)
+    if len(coded) < len(parts) or any(part.kind not in ("int8", "int4") for part in coded):
+        return [part.decoded() if isinstance(part, CodedMatrix) else part for part in parts]
+    width = math.gcd(*(part.group[1] for part in coded))
+    return [_as_bytes(part.with_row_scales(), width) for part in coded]
+
+
+def _as_bytes(matrix: CodedMatrix, width: int) -> CodedMatrix:
+    """Return a matrix of int8 with groups of this width, a divisor of its own."""
+    codes, minimums = matrix.codes, matrix.minimums
+    if matrix.kind == "int4":
+        codes = (torch.stack([codes & 15, codes >> 4], -1).flatten(-2).to(torch.int16)).sub_(MIDDLE)
+        codes = codes.to(torch.int8)
+        if matrix.zeros is not None:
+            shift = matrix.scales * (matrix.zeros.float() - MIDDLE)
+            minimums = shift if minimums is None else minimums + shift
+    repeats, columns = matrix.group[1] // width, -(-codes.shape[1] // width)
+
+    def spread(part: Tensor) -> Tensor:
+        return part.repeat_interleave(repeats, 1)[:, :columns].contiguous()
+
+    return replace(
+        matrix,
+        kind="int8",
+        codes=codes,
+        scales=spread(matrix.scales),
+        group=(1, width),
+        zeros=None,
+        minimums=None if minimums is None else spread(minimums),
     )
 
 
