@@ -119,6 +119,7 @@ def write_gguf(
         config["num_hidden_layers"],
     )
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=split)
+    config.setdefault("num_experts", config.get("num_local_experts"))
     values = {FIELDS[name]: config[name] for name in FIELDS if config.get(name) is not None}
     rope = config.get("rope_parameters") or {}
     values["rope.freq_base"] = rope.get("full_attention", rope).get("rope_theta", 10000.0)
