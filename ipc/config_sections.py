@@ -51,7 +51,8 @@ class ModelConfig(Options):
     """The model, and how it is loaded."""
 
     model: str = option(
-        DEFAULT_MODEL, "Folder in the Hugging Face layout, or a hub name where a hub is reachable."
+        DEFAULT_MODEL,
+        "Folder in the Hugging Face layout, a GGUF file, or a hub name where a hub is reachable.",
     )
     tokenizer: str | None = option(
         None, "Folder or hub name of the tokenizer; the model's own if not given."

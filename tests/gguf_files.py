@@ -119,13 +119,7 @@ def write_gguf(
         config["num_hidden_layers"],
     )
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=split)
-    config.setdefault("num_experts", config.get("num_local_experts"))
-    values = {FIELDS[name]: config[name] for name in FIELDS if config.get(name) is not None}
-    rope = config.get("rope_parameters") or {}
-    values["rope.freq_base"] = rope.get("full_attention", rope).get("rope_theta", 10000.0)
-    for name, value in {**values, **(metadata or {})}.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add[type(value)](f"{arch}.{name}", value)
+    _add_metadata(writer, arch, config, metadata or {})
     heads_of = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     plain = dict(weights)
     for name, tensor in _joined(weights).items():
@@ -134,12 +128,7 @@ def write_gguf(
         assert stored is not None, name
         full, array = f"{stored}.{end}", tensor.float().numpy()
         heads = heads_of.get(stored.rpartition(".")[2], 0) if arch in PAIRED else 0
-        if heads:
-            array = in_pairs(array, heads)
-        if arch.startswith("gemma") and full.endswith("norm.weight"):
-            array = array + 1
-        if full.endswith("ffn_gate_inp_shexp.weight"):
-            array = array[0]
+        array = _as_stored(arch, full, array, heads)
         kind = kind_of(full) if array.ndim > 1 and "_inp" not in full else "F32"
         if kind == "F32":
             writer.add_tensor(full, np.ascontiguousarray(array))
@@ -160,16 +149,41 @@ def write_gguf(
             plain[part] = own.contiguous()
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     if rounded is not None:
         rounded.mkdir(exist_ok=True)
         for other in folder.glob("*.json"):
             (rounded / other.name).write_bytes(other.read_bytes())
         save_file(plain, rounded / "model.safetensors")
     return min(file.parent.glob(f"{file.stem}*.gguf"))
+
+
+def _add_metadata(
+    writer: Any, arch: str, config: dict[str, Any], metadata: Mapping[str, Any]
+) -> None:
+    config.setdefault("num_experts", config.get("num_local_experts"))
+    values = {FIELDS[name]: config[name] for name in FIELDS if config.get(name) is not None}
+    rope = config.get("rope_parameters") or {}
+    values["rope.freq_base"] = rope.get("full_attention", rope).get("rope_theta", 10000.0)
+    for name, value in {**values, **metadata}.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add[type(value)](f"{arch}.{name}", value)
+
+
+def _as_stored(arch: str, name: str, array: Any, heads: int) -> Any:
+    """Return a tensor's values as the architecture's files have them."""
+    if heads:
+        array = in_pairs(array, heads)
+    if arch.startswith("gemma") and name.endswith("norm.weight"):
+        array = array + 1
+    return array[0] if name.endswith("ffn_gate_inp_shexp.weight") else array
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _joined(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ def load_gguf(source: Path) -> Any:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     values = read_header(source).values
-    known = {_MODEL: _MODELS}
+    known: dict[str, tuple[str, ...]] = {_MODEL: _MODELS}
     if values.get(_MODEL) == "gpt2":
         known[_SPLITS] = (*_LIKE_GPT2, *GGUF_PRE_TOKENIZER_SPLITS)
     for name, supported in known.items():

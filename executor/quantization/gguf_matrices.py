@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sidestep.executor.quantization.gguf_weights import GgufWeights
 from sidestep.executor.quantization.quantized_files import QuantizedFiles, whole_groups
+from sidestep.executor.weights.gguf_weights import GgufWeights
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Matrix, Wanted
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sidestep.executor.quantization.gguf_weights import GgufWeights
+from sidestep.executor.weights.gguf_weights import GgufWeights
 from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     OpenFile,

@@ -11,14 +11,14 @@ from sidestep.ipc.model.gguf.header import GgufHeader
 
 
 class Architecture(NamedTuple):
-    """What tells apart the files of one architecture."""
+    """The properties of the files of one architecture."""
 
     name: str
     """Name in config.json."""
     pairs: bool = False
     """Whether the rows of q and k are ordered for a rotary embedding of neighbours."""
     norm_offset: float = 0.0
-    """What the files add to the weights of norms."""
+    """The number that the files add to the weights of norms."""
     names: dict[str, str] = {}
     """Names of a layer's tensors that differ from the usual ones, or are further ones."""
     values: dict[str, object] = {}
@@ -99,7 +99,7 @@ class Named(NamedTuple):
     row: bool = False
     """Whether a tensor [K] is asked for as a matrix [1, K]."""
     norm_offset: float = 0.0
-    """What has been added to the values."""
+    """The number that has been added to the values."""
 
 
 def architecture_of(header: GgufHeader) -> Architecture:

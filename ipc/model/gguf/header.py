@@ -90,7 +90,7 @@ class StoredTensor:
 
 
 class GgufHeader(NamedTuple):
-    """What one or several files of a model say before their tensors."""
+    """The metadata and the table of tensors of a model's files."""
 
     path: Path
     """The first file."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.layers.matrix_products import stacked
-from sidestep.executor.quantization.gguf_blocks import CODED, coded, decoded
+from sidestep.executor.weights.gguf_blocks import CODED, coded, decoded
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.gguf.header import BLOCKS
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix

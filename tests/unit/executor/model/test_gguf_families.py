@@ -1,6 +1,7 @@
 """Every architecture of GGUF files: the model that is built is that of config.json and safetensors.
 
-All weights are compared, so tests of whole engines (tests/e2e/test_gguf.py) need few of them.
+All weights are compared, so tests of whole engines (tests/e2e/quantization/test_gguf.py) need few
+of them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ from tests.e2e.models import rope, write_model
 from tests.gguf_files import ARCHITECTURES, library, write_gguf
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+LONG = rope(
+    "longrope",
+    attention_factor=1.2,
+    short_factor=[1.0, 1.1, 1.3, 1.4],
+    long_factor=[1.0, 2.0, 4.5, 5.0],
+    partial_rotary_factor=0.5,
+)
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
 LLAMA3 = rope(
     "llama3",
@@ -69,6 +77,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
     "phi3": ("phi3-window", {}, {}),
+    "phi3 with factors": (
+        "phi4-longrope",
+        {},
+        {
+            "rope.dimension_count": 8,
+            "rope.scaling.type": "longrope",
+            "rope.scaling.original_context_length": 512,
+            "rope.scaling.attn_factor": 1.2,
+        },
+    ),
     "glm4": ("glm4", {}, {"rope.dimension_count": 8}),
     "olmo2": ("olmo2", {}, {}),
     "granite": ("granite-tied", {}, {}),
@@ -118,8 +136,14 @@ def test_a_gguf_file_is_the_model_of_the_folder(name: str, tmp_path: Path) -> No
     library()
     family, changes, metadata = FAMILIES[name]
     folder = tmp_path / "plain"
+    extra: dict[str, Any] = {}
+    if name == "phi3 with factors":
+        changes = {"rope_parameters": LONG}
+        extra = {
+            f"rope_factors_{one}.weight": np.array(LONG[f"{one}_factor"], np.float32)
+            for one in ("short", "long")
+        }
     write_model(family, folder, **SIZES, **changes)
-    extra = None
     if name == "llama3":
         spec = load_model_spec(str(folder))
         extra = {"rope_freqs.weight": llama3_factors(spec)}
@@ -147,7 +171,7 @@ def assert_alike(found: Any, expected: Any) -> None:
     """Compare values whose numbers are float32 in the file."""
     if isinstance(expected, float):
         assert found == pytest.approx(expected, rel=1e-6)
-    elif isinstance(expected, tuple):
+    elif isinstance(expected, list | tuple):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert_alike(one, other)

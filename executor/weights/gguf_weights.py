@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sidestep.executor.quantization.gguf_blocks import CODED, coded, decoded
+from sidestep.executor.weights.gguf_blocks import CODED, coded, decoded
 from sidestep.executor.weights.weight_loader import CheckpointWeights, OpenFile, Part
 from sidestep.ipc.model.gguf.architectures import Named, named_tensors
 from sidestep.ipc.model.gguf.header import (
