@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sidestep.executor.quantization.quantized_files import QuantizedFiles, whole_groups
+from sidestep.executor.quantization.quantized_files import QuantizedFiles
+from sidestep.executor.quantization.stored_parts import whole_groups
 from sidestep.executor.weights.gguf_weights import GgufWeights
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Matrix, Wanted
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -38,9 +40,16 @@ def loaded(
         scheduler=SchedulerConfig(),
         max_model_len=256,
     )
+    with decoded_matrices():
+        return load_model(args, LoneRank(rank, ranks), torch.float32, torch.device("cpu"))
+
+
+@contextmanager
+def decoded_matrices() -> Iterator[None]:
+    """Let models that are loaded within keep the numbers of matrices, so as to compare them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(matrix_products, "CpuMatrix", DecodedMatrix)
-        return load_model(args, LoneRank(rank, ranks), torch.float32, torch.device("cpu"))
+        yield
 
 
 class DecodedMatrix(CpuMatrix):

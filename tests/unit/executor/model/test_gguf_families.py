@@ -33,6 +33,7 @@ from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.e2e.models import rope, write_model
 from tests.gguf_files import ARCHITECTURES, library, write_gguf
+from tests.quantized.loaded import decoded_matrices
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 LONG = rope(
@@ -121,7 +122,8 @@ def built(spec: ModelSpec) -> dict[str, Tensor]:
         scheduler=SchedulerConfig(),
         max_model_len=64,
     )
-    weights = weights_of(load_model(args, Parallel(), torch.float32, torch.device("cpu")))
+    with decoded_matrices():
+        weights = weights_of(load_model(args, Parallel(), torch.float32, torch.device("cpu")))
     return {
         name: weight.to_dense() if weight.is_mkldnn else weight for name, weight in weights.items()
     }
@@ -188,7 +190,7 @@ def assert_alike(found: Any, expected: Any) -> None:
 def tables(spec: ModelSpec) -> list[Tensor]:
     mixers = attention_of(spec.layers)
     device = torch.device("cpu")
-    ropes = [RotaryTable(one, mixers[0].head_dim, 100, device) for one in distinct_ropes(mixers)]
+    ropes = [RotaryTable(rope, dim, 100, device) for rope, dim in distinct_ropes(mixers)]
     return [value for one in ropes for value in vars(one).values() if isinstance(value, Tensor)]
 
 
