@@ -20,6 +20,7 @@ from sidestep.frontend.planning.topology import Shard, Size, sizes
 from sidestep.ipc.common import registry
 from sidestep.ipc.config_sections import CacheConfig
 from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
+from sidestep.ipc.model.layer_spec import TokenInputSpec
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from tests.counting_weights import CountingWeights
@@ -106,6 +107,17 @@ def sizes_on(
         (s.tensor_parallel_size, s.pipeline_parallel_size, s.data_parallel_size): s
         for s in sizes(spec, machine, **options)
     }
+
+
+def test_a_model_of_one_stage_is_planned_with_one_and_its_table_shared_out() -> None:
+    inputs = TokenInputSpec(width=16, vocab_size=96)
+    layer = msgspec.structs.replace(make_spec().layers[0], token_input=inputs)
+    spec = make_spec(hidden_size=48, vocab_size=96)
+    spec = msgspec.structs.replace(spec, layers=(layer,) * 4)
+    stages = {stages for _, stages, _ in sizes_on(spec, 4, 80 * GIB)}
+    assert stages == {1}
+    whole, half = (Shard(spec, ranks, stage_of((4,), 0)) for ranks in (1, 2))
+    assert whole.weights - half.weights >= 48 * 4 * 16  # half of the table's rows
 
 
 def test_the_8b_shape_on_known_gpus(model: str) -> None:
