@@ -40,10 +40,8 @@ _CONVERTS_E4M3 = 89
 
 
 _MOST_DIM = 256
-"""Largest size of heads whose tiles fit on every GPU."""
-_LARGE, _HALF_LARGE = (90, 100, 103), (80,)
-"""Compute capabilities times ten of GPUs with shared memory for larger heads: in all types, and in
-types of two bytes."""
+"""Largest size of heads for which rows may have several query tokens. Their state is kept in
+registers."""
 
 
 class _Step(NamedTuple):
@@ -71,7 +69,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def __init__(self, setup: AttentionSetup) -> None:
-        """Allocate the cache. Raises EngineStartError for heads that are too large for the GPU."""
+        """Allocate the cache. Raises EngineStartError for drafts with heads that are too large."""
         _check(setup)
         shape = self._shape = setup.shape
         self._setup = setup
@@ -251,14 +249,11 @@ class TritonAttention(AttentionBackend):
 
 
 def _check(setup: AttentionSetup) -> None:
-    """Raise EngineStartError if tiles of the heads do not fit in the GPU's shared memory."""
-    gpu, dim, wide = gpu_of(setup.device), setup.shape.head_dim, setup.dtype.itemsize > 2
-    fit = (*(() if wide else _HALF_LARGE), *_LARGE)
-    if gpu is not None and dim > _MOST_DIM and gpu.capability not in fit:
-        kind = str(setup.dtype).removeprefix("torch.")
+    """Raise EngineStartError for rows of several query tokens with heads that are too large."""
+    if max(setup.queries) > 1 and setup.shape.head_dim > _MOST_DIM:
         raise EngineStartError(
-            f"model: heads of size {dim} in {kind} need a GPU of compute capability "
-            f"{', '.join(f'{one / 10}' for one in sorted(fit))}; this one has {gpu.capability / 10}"
+            f"speculative_config: is not supported on a GPU with heads of {setup.shape.head_dim} "
+            f"values; supported are up to {_MOST_DIM}, or leave it out"
         )
 
 

@@ -31,7 +31,7 @@ class DecodeConfig:
 
 def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
     """Return the configuration for a head size, the cache's item size and the query heads."""
-    if head_dim * itemsize > 1024:
+    if head_dim > 256:
         return DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_processor=2)
     if head_dim * itemsize > 512:
         return DecodeConfig(tile=32, num_warps=4, num_stages=2, programs_per_processor=2)

@@ -48,7 +48,7 @@ class PrefillConfig:
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
     """Return the configuration for a head size and the cache's item size."""
     if head_dim > 256:
-        return PrefillConfig(16, 16, 4, 2) if itemsize > 2 else PrefillConfig(64, 32, 8, 2)
+        return PrefillConfig(16, 16, 4, 2) if itemsize > 2 else PrefillConfig(32, 32, 8, 2)
     if itemsize > 2:
         return PrefillConfig(32, 32, 4, 2)
     if head_dim > 128:

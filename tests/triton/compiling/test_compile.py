@@ -103,7 +103,7 @@ SLOW = [
 SLOW += [Job(90, "Qwen3-0.6B", groups=("all-quantized",))]
 SLOW += [
     Job(capability, "Gemma-4-like", block_size, window, ("attention",))
-    for capability in (80, 90, 100)
+    for capability in SHARED_KB
     for block_size, window in ((64, 0), (48, 1000))
 ]
 SLOW += [
