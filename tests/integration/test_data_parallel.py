@@ -6,6 +6,7 @@ Conversations stay cached, and a replica's death costs time only.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ import pytest
 from sidestep import LLM, AsyncLLM, EngineArgs, EngineDeadError, EngineStartError, SamplingParams
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.ipc.params.sampling_params import RequestOutputKind
+from sidestep.ipc.transport import channels
+from sidestep.ipc.transport.messages import ToFrontend, decode_to_frontend
 from tests.processes import is_alive
 from tests.waiting import until, until_idle, until_stats
 
@@ -151,6 +154,30 @@ async def test_a_killed_replica_costs_its_requests_time_and_nothing_else(
     for each in (guest, late, llm):
         assert each.errored
         each.shutdown()
+
+
+async def test_a_message_of_a_core_that_cannot_be_read_costs_that_core_and_no_token(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(data_parallel_size=2, fake_step_ms=1.0)
+    num_read = itertools.count()
+
+    def decode(data: bytes) -> ToFrontend:
+        if next(num_read) == 20:
+            raise ValueError("at byte 3")
+        return decode_to_frontend(data)
+
+    monkeypatch.setattr(channels, "decode_to_frontend", decode)
+    prompts = [[5, i, 7] for i in range(4)]
+    results = await asyncio.gather(*(tokens_of(llm, p, i, 60) for i, p in enumerate(prompts)))
+    vocab = llm.get_tokenizer().vocab_size
+    assert results == [expected_tokens(p, 60, i, vocab) for i, p in enumerate(prompts)]
+    (lost,) = [status for status in llm.replicas if status.dead is not None]
+    assert "could not be read: at byte 3" in (lost.dead or "")
+    async with asyncio.timeout(LIMIT_S):
+        while is_alive(llm.pids[f"replica_{lost.number}_core"]):
+            await asyncio.sleep(0.01)
+    await until_idle(llm)
 
 
 def test_a_replica_that_cannot_start_says_which_and_leaves_no_process(fake_model: str) -> None:
