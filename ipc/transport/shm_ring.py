@@ -193,7 +193,12 @@ class RingWriter(_Ring):
         # This is rare (a message of many slots, or a reader that lags): polling keeps the common
         # path free of a second bell.
         end = time.monotonic() + timeout_s
+        readers = select.poll()
+        for bell in self._spec.bells_out:
+            readers.register(bell, 0)  # errors are reported all the same
         while self._is_full():
+            if readers.poll(0):
+                raise RingClosed("the reader has gone")
             if time.monotonic() > end:
                 raise RingClosed(f"no reader made room in {timeout_s} s")
             time.sleep(50e-6)

@@ -65,6 +65,17 @@ def test_a_slot_is_not_overwritten_while_it_is_being_read() -> None:
     assert bytes(message[1]) == b"first"
 
 
+def test_a_writer_that_waits_for_room_learns_that_a_reader_has_ended() -> None:
+    spec = create_ring(2, 2, slot_bytes=64)
+    writer, reader = RingWriter(spec), RingReader(spec, 0)
+    for _ in range(2):
+        writer.send([b"text"])
+        assert reader.receive() is not None
+    os.close(spec.bells_in[1])  # as its process's end does, with two messages unread
+    with pytest.raises(RingClosed, match="the reader has gone"):
+        writer.send([b"text"], timeout_s=60)
+
+
 def test_receive_on_an_empty_ring_gives_nothing_and_wait_ends_in_time() -> None:
     spec = create_ring(1)
     reader = RingReader(spec, 0)
