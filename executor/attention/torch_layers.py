@@ -40,10 +40,16 @@ class PlainBlocks(LayerBlocks):
         self._cache = memory.view(dtype).unflatten(
             1, (block_size, 2 * kept.num_kv_heads, kept.head_dim)
         )
+        self._size = block_size
+        # A layer may have a part of a block's memory; then its blocks lie apart.
+        self._tokens = self._cache.flatten(0, 1) if self._cache.is_contiguous() else None
 
     def write(self, kv: Tensor, slots: Tensor) -> Tensor:
         """Store tokens."""
-        self._cache.flatten(0, 1).index_copy_(0, slots, kv)
+        if self._tokens is not None:
+            self._tokens.index_copy_(0, slots, kv)
+        else:
+            self._cache[slots // self._size, slots % self._size] = kv
         return kv.float()
 
     def read(self, blocks: Tensor) -> Tensor:
