@@ -38,6 +38,10 @@ class KvMemory:
             for size, alike in groupby(layout.memories)
         ]
         """The allocations, in the order of their memories."""
+        self.mixes_codes = len(set(layout.layers)) > 1 and any(
+            layer.format != "model" for layer in layout.layers
+        )
+        """Whether a layer may find codes of another layer's form in a block that is used again."""
         self._memories = [memory for part in self.parts for memory in part]
 
     @property

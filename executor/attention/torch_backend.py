@@ -89,7 +89,7 @@ class TorchAttention(AttentionBackend):
         self.cache = setup.open_memory(cleared=True)
         self._places = [shape.place(layer) for layer in range(shape.num_layers)]
         self._layers = [
-            layer_blocks(self.cache.of_layer(layer), kept, setup.block_size, setup.dtype)
+            layer_blocks(self.cache, layer, kept, setup.block_size, setup.dtype)
             for layer, kept in enumerate(setup.kv_layout.layers)
         ]
         self._token_bytes = setup.kv_layout.num_values * torch.float32.itemsize

@@ -7,6 +7,7 @@ import abc
 import torch
 from torch import Tensor
 
+from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.ops.kv_quantization import CODE_TYPES, CodeFormat, dequantize, quantize
 
@@ -26,11 +27,34 @@ class LayerBlocks(abc.ABC):
         """Return the tokens of blocks, int64 [N]: float32 [N, block size, 2 KVH, D]."""
 
 
-def layer_blocks(memory: Tensor, kept: LayerKv, block_size: int, dtype: torch.dtype) -> LayerBlocks:
-    """Return a layer's blocks. memory: uint8 [blocks, bytes]; dtype: the model's type."""
+def layer_blocks(
+    memory: KvMemory, layer: int, kept: LayerKv, block_size: int, dtype: torch.dtype
+) -> LayerBlocks:
+    """Return a layer's blocks. dtype: the model's type."""
+    own = memory.of_layer(layer)
     if kept.format == "model":
-        return PlainBlocks(memory, kept, block_size, dtype)
-    return CodedBlocks(memory, kept, block_size, kept.format)
+        blocks: LayerBlocks = PlainBlocks(own, kept, block_size, dtype)
+    else:
+        blocks = CodedBlocks(own, kept, block_size, kept.format)
+    return FiniteBlocks(blocks) if memory.mixes_codes else blocks
+
+
+class FiniteBlocks(LayerBlocks):
+    """Blocks whose unused tokens may be of another layer's form, and so stand for any number.
+
+    Attention gives them the weight 0, which a product with a number that is not finite would lose.
+    """
+
+    def __init__(self, blocks: LayerBlocks) -> None:
+        self._blocks = blocks
+
+    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+        """Store tokens."""
+        return self._blocks.write(kv, slots)
+
+    def read(self, blocks: Tensor) -> Tensor:
+        """Return the tokens of blocks, with 0 for all that is not finite."""
+        return self._blocks.read(blocks).nan_to_num_(0.0, 0.0, 0.0)
 
 
 class PlainBlocks(LayerBlocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import pytest
 
 from sidestep import LLM, EngineStartError, RequestOutput, SamplingParams, ValidationError
 from tests.e2e.engines import Engines
+from tests.e2e.models import write_model
 
 PROMPTS = [
     "def get_name(self):\n    return",
@@ -140,3 +142,23 @@ def test_all_layers_left_out_are_as_with_auto(engines: Engines) -> None:
 def test_impossible_choices_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises((ValidationError, EngineStartError), match=problem):
         LLM(device="cpu", **options)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "gemma4-token-inputs"])
+def test_layers_of_several_shapes_take_blocks_from_one_another(
+    family: str, engines: Engines, tmp_path: Path
+) -> None:
+    """Blocks that layers of another shape have used hold bytes that stand for no number."""
+    model = write_model(family, tmp_path)
+    prompts: list[Any] = [{"prompt_token_ids": [5 * n + i for i in range(n)]} for n in (3, 17, 40)]
+    params = replace(GREEDY, prompt_logprobs=None, logprobs=None)
+    small = {"max_num_batched_tokens": 7, "max_num_seqs": 2, "num_kv_blocks": 90, "block_size": 4}
+    found = []
+    for options in ({}, small):
+        llm = engines.get(
+            model, skip_tokenizer_init=True, kv_cache_dtype="int8", max_model_len=100, **options
+        )
+        for parts in ([prompts], [[one] for one in prompts]):
+            outputs = [out for part in parts for out in llm.generate(part, params, use_tqdm=False)]
+            found.append([out.outputs[0].token_ids for out in outputs])
+    assert all(one == found[0] for one in found)
