@@ -51,7 +51,8 @@ class ExpertMatrix(NamedTuple):
     def of(cls, matrix: CodedMatrix, bias: Tensor | None = None) -> ExpertMatrix:
         """Return an expert's coded matrix. Raises ValueError for codes that no kernel reads."""
         if matrix.kind not in ("fp8", "int8", "int4") or matrix.minimums is not None:
-            raise ValueError(f"{matrix.described} is not supported for experts")
+            form = matrix.described + (" with minimums" if matrix.minimums is not None else "")
+            raise ValueError(f"{form} is not supported for experts")
         rows, columns = matrix.shape
         matrix = with_simple_groups(matrix)
         height, width = matrix.group

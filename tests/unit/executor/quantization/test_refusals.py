@@ -245,4 +245,4 @@ def test_experts_with_minimums_are_refused_on_a_gpu(tmp_path: Path) -> None:
     path = write_model("qwen3-moe", tmp_path)
     with like_gpu(Gpu(90, 132), "cpu"):
         message = refusal(path, quantization="int4")
-    assert "int4 in groups of 32 is not supported for experts on a GPU" in message
+    assert "int4 in groups of 32 with minimums is not supported for experts on a GPU" in message
