@@ -65,6 +65,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 128001,
     },
 }
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+    "fp8-block": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+}
+MODELS |= {
+    f"llama-3.1-8b-{name}": MODELS["llama-3.1-8b"] | {"quantization_config": config}
+    for name, config in QUANTIZED.items()
+}
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,18 @@ def encode(weight: Tensor, scheme: WeightScheme) -> CodedMatrix:
     else:
         scales = _short(groups.abs().amax((1, 3), keepdim=True) / _LARGEST[scheme.kind])
         codes, minimums = groups / _divisor(scales), None
+    scales, zeros = scales[:, 0, :, 0].contiguous(), None
+    if scheme.kind == "int4" and scheme.offset and minimums is None:
+        zeros = torch.full_like(scales, MIDDLE, dtype=torch.uint8)
     return CodedMatrix(
         kind=scheme.kind,
         codes=_codes(codes.flatten(0, 1).flatten(1)[:rows, :columns], scheme),
-        scales=scales[:, 0, :, 0].contiguous(),
+        scales=scales,
         group=(height, width),
         dtype=weight.dtype,
+        zeros=zeros,
         minimums=None if minimums is None else minimums[:, 0, :, 0].contiguous(),
+        activations=scheme.activations,
     )
 
 
@@ -109,7 +114,7 @@ def _codes(scaled: Tensor, scheme: WeightScheme) -> Tensor:
     if scheme.kind == "int8":
         return scaled.round().clamp(-largest, largest).to(torch.int8)
     if scheme.kind == "int4":
-        codes = scaled.round() if scheme.offset else scaled.round() + MIDDLE
+        codes = scaled.round() if scheme.fitted else scaled.round() + MIDDLE
         return pack_halves(codes.clamp(0, _LEVELS).to(torch.uint8))
     numbers, order = torch.tensor(TABLES[scheme.kind], device=scaled.device).sort()
     nearest = torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2)

@@ -25,7 +25,7 @@ INPUT_SCALES = (
     "activation_scale",
     "input_scale_ub",
 )
-"""Ends of the names of what scales a matrix's inputs, which are not rounded here."""
+"""Ends of the names of what scales a matrix's inputs."""
 
 
 class WideFiles(QuantizedFiles):
@@ -43,6 +43,7 @@ class WideFiles(QuantizedFiles):
                 f"model: {wanted.name}.weight is {codes.dtype} in the checkpoint, not {scheme.kind}"
             )
         scales, group = read_scales(files, f"{wanted.name}.{end}", wanted, scheme)
+        input_scale = read_input_scale(files, wanted.name) if scheme.activations else None
         ignore_input_scales(files, wanted.name)
         minimums, zeros = None, f"{wanted.name}.weight_zero_point"
         if zeros in files:
@@ -55,7 +56,19 @@ class WideFiles(QuantizedFiles):
             group=group,
             dtype=files.dtype,
             minimums=minimums,
+            activations=scheme.activations,
+            input_scale=input_scale,
         )
+
+
+def read_input_scale(files: CheckpointWeights, name: str) -> Tensor | None:
+    """Return the one scale of a matrix's rounded inputs, float32 [1]; None if there is none."""
+    for end in ("input_scale", "activation_scale"):
+        if (whole := f"{name}.{end}") in files:
+            shape = files.stored_shape(whole)
+            if shape in ((), (1,), (1, 1)):
+                return read_as(files, SCALES, whole, shape).float().reshape(1).to(files.device)
+    return None
 
 
 def ignore_input_scales(files: CheckpointWeights, name: str) -> None:

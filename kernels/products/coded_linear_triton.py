@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.quantized.decoding_triton import numbers
+from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
@@ -103,9 +103,8 @@ def _step(
         inside = EVEN | (group * GROUP < K)[None, :]
         scale = tl.load(scales + place, mask=inside, other=0.0)
         if ZEROS:
-            bits = scale.to(tl.int32, bitcast=True)
-            w = numbers(codes, bits & 15, KIND, wide, BN, STEP)
-            scale = (bits & -16).to(tl.float32, bitcast=True)
+            w = numbers(codes, zero_of(scale), KIND, wide, BN, STEP)
+            scale = without_zero(scale)
         else:
             w = numbers(codes, None, KIND, wide, BN, STEP)
         if GROUPS == 1 and minimums is None:
@@ -116,17 +115,6 @@ def _step(
                 v -= tl.load(minimums + place, mask=inside, other=0.0)[:, :, None]
             w = v.reshape(BN, STEP).to(wide)
             return tl.dot(w, value.T, acc, input_precision="ieee")
-
-
-@triton.jit
-def _row_scale(scales, n, ZEROS: tl.constexpr):
-    """Return the scales of whole rows, and their zeros or None, as columns."""
-    scale = tl.load(scales + n)[:, None]
-    if ZEROS:
-        bits = scale.to(tl.int32, bitcast=True)
-        return (bits & -16).to(tl.float32, bitcast=True), bits & 15
-    else:
-        return scale, None
 
 
 @triton.jit
@@ -218,11 +206,15 @@ def _coded(
     up_scale, up_zero = scales, None
     least, up_least = minimums, minimums
     if GROUP == 0:
-        scale, zero = _row_scale(scales, group_row, ZEROS)
+        scale = tl.load(scales + group_row)[:, None]
+        if ZEROS:
+            zero, scale = zero_of(scale), without_zero(scale)
         if minimums is not None:
             least = tl.load(minimums + group_row)[:, None]
         if GATED:
-            up_scale, up_zero = _row_scale(scales, up_group_row, ZEROS)
+            up_scale = tl.load(scales + up_group_row)[:, None]
+            if ZEROS:
+                up_zero, up_scale = zero_of(up_scale), without_zero(up_scale)
             if minimums is not None:
                 up_least = tl.load(minimums + up_group_row)[:, None]
     inside = (tokens < T)[None, :] & (rows < N)[:, None]

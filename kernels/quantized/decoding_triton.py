@@ -27,6 +27,18 @@ NF4_HALF = tl.constexpr(_fours(torch.float16))
 
 
 @triton.jit
+def zero_of(scale):
+    """Return the zero that a scale's lowest four bits are, int32."""
+    return scale.to(tl.int32, bitcast=True) & 15
+
+
+@triton.jit
+def without_zero(scale):
+    """Return a scale whose lowest four bits are a zero, without that."""
+    return (scale.to(tl.int32, bitcast=True) & -16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _both(pairs, wide: tl.constexpr):
     """Return two numbers for each word, by the bits of its halves, as a new last dimension.
 

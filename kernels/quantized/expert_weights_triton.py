@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
+
 
 @triton.jit
 def _numbers(codes, scale):
@@ -46,10 +48,9 @@ def _scaled(
     if KIND == "int4":
         pairs = (at // 2 + tl.arange(0, STEP // 2))[None, :]
         both = tl.load(values + rows * (K // 2) + pairs, mask=pairs < K // 2, other=0).to(tl.int32)
-        bits = scale.to(tl.int32, bitcast=True)
         codes = tl.interleave(both & 15, both >> 4).reshape(both.shape[0], HERE, STEP // HERE)
-        number = (codes - (bits & 15)[:, :, None]).to(tl.float32)
-        scale = (bits & -16).to(tl.float32, bitcast=True)
+        number = (codes - zero_of(scale)[:, :, None]).to(tl.float32)
+        scale = without_zero(scale)
     else:
         steps = (at + tl.arange(0, STEP))[None, :]
         codes = tl.load(values + rows * K + steps, mask=steps < K, other=0).to(tl.int32)
@@ -70,7 +71,11 @@ def expert_weights(
         steps = (at + tl.arange(0, STEP))[None, :]
         return tl.load(values + rows * K + steps, mask=steps < K, other=0.0)
     elif FORM is not None:
-        return _scaled(values, scales, rows, at, K, STEP, FORM[0], FORM[1], FORM[2])
+        # Triton 3.6 takes no element of a tuple as a constant argument.
+        KIND: tl.constexpr = FORM[0]
+        HEIGHT: tl.constexpr = FORM[1]
+        WIDTH: tl.constexpr = FORM[2]
+        return _scaled(values, scales, rows, at, K, STEP, KIND, HEIGHT, WIDTH)
     else:
         blocks = (at // 32 + tl.arange(0, STEP // 32))[None, :, None]
         inside = blocks < K // 32

@@ -67,7 +67,7 @@ def _scaled_product(
     for step in range(STEPS):
         value, numbers = tl.load(x + step * STEP), tl.load(w + step * STEP)
         if INTEGERS:
-            acc = tl.dot(value, numbers.T, acc)
+            acc = tl.dot(value, numbers.T, acc, out_dtype=tl.int32)
         elif GROUP == 0:
             acc += tl.dot(value, numbers.T)
         else:

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, EngineStartError, SamplingParams
+from sidestep.ipc.model.cache_groups import cache_groups
+from sidestep.ipc.model.model_spec import load_model_spec
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, reference_tokens, write_model
 from tests.e2e.output.test_beam_search import reference_beams
 
@@ -52,7 +54,10 @@ def test_every_family_equals_transformers(family: str, model_folder: Path) -> No
     model = load_reference(path)
     prompts = random_prompts(12, model.config.vocab_size)
     counts = [4 + 5 * (i % 5) for i in range(12)]
-    assert engine_tokens(path, prompts, counts, **SMALL) == reference_tokens(model, prompts, counts)
+    groups = cache_groups(load_model_spec(path).layers, SMALL["max_model_len"])
+    blocks = SMALL["num_kv_blocks"] * (groups.has_full + len(groups.windows))
+    expected = reference_tokens(model, prompts, counts)
+    assert engine_tokens(path, prompts, counts, **SMALL | {"num_kv_blocks": blocks}) == expected
 
 
 @pytest.mark.parametrize(

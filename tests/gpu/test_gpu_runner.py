@@ -17,7 +17,7 @@ from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfi
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.triton import sampling_triton
 from tests.e2e.models import load_reference, random_prompts, write_model
-from tests.unit.executor.steps import Request, schedule
+from tests.unit.executor.steps import Request, schedule, windows_of
 
 pytestmark = pytest.mark.gpu
 VOCAB = 257
@@ -66,7 +66,7 @@ def test_bfloat16_rounds_no_more_than_transformers(
     runner = make_runner(path, "bfloat16", enforce_eager=True)
     ours = []
     for prompt in prompts:
-        for step, _ in schedule([Request(prompt, 1)], 64, 16):
+        for step, _ in schedule([Request(prompt, 1)], 64, 16, windows_of(runner)):
             runner.execute(step).wait()
         ours.append(logits[-1])
     with torch.inference_mode():

@@ -36,7 +36,8 @@ def refused(call):
     return "not refused"
 
 with LLM(sys.argv[1], device="fake", data_parallel_size=2) as llm:
-    ask = lambda: llm.generate([5, 6], SamplingParams(max_tokens=4), use_tqdm=False)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    ask = lambda: llm.generate([5, 6], params, use_tqdm=False)
     ask()
     if os.fork() == 0:
         chat = lambda: llm.chat([{"role": "user", "content": "hi"}], use_tqdm=False)

@@ -8,6 +8,7 @@ from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
     Codes,
     QuantizationSpec,
+    Rounded,
     SchemeRule,
     WeightScheme,
     names_pattern,
@@ -96,7 +97,22 @@ def _scheme(group: QuantConfig, common: str) -> WeightScheme | None:
         columns=max(0, columns),
         offset=not weights.flag("symmetric", default=True),
         decoded=weights.get("actorder") in ("group", True),
+        activations=_activations(group, "int8" if in_bytes else codes[kind, bits]),
     )
+
+
+def _activations(group: QuantConfig, codes: Codes) -> Rounded | None:
+    """Return the type that inputs are rounded to, if they are and the tensor cores multiply it.
+
+    Those with a zero of their own stay in the run's type, and those of four bits.
+    """
+    if group.get("input_activations") is None:
+        return None
+    inputs = group.part("input_activations")
+    if inputs.whole("num_bits", default=8) != 8 or not inputs.flag("symmetric", default=True):
+        return None
+    rounded: Rounded = "int8" if inputs.choice("type", ("int", "float"), "int") == "int" else "fp8"
+    return rounded if rounded == codes else None
 
 
 def _block(weights: QuantConfig) -> tuple[int, int]:

@@ -22,9 +22,10 @@ def read_fp8(config: QuantConfig) -> QuantizationSpec:
     config.choice("activation_scheme", ("dynamic", "static"), "dynamic")
     block = config.get("weight_block_size")
     if block is None:
-        scheme = WeightScheme(kind="fp8", rows=0)
+        scheme = WeightScheme(kind="fp8", rows=0, activations="fp8")
     elif isinstance(block, list) and len(block) == 2 and all(_is_size(one) for one in block):
-        scheme = WeightScheme(kind="fp8", rows=block[0], columns=block[1])
+        rows, columns = block
+        scheme = WeightScheme(kind="fp8", rows=rows, columns=columns, activations="fp8")
     else:
         config.refuse("weight_block_size", f"must be two whole numbers, not {block!r}")
     rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
@@ -34,7 +35,8 @@ def read_fp8(config: QuantConfig) -> QuantizationSpec:
 def read_fbgemm(config: QuantConfig) -> QuantizationSpec:
     """Read an object with quant_method "fbgemm_fp8": a scale a row."""
     rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
-    return QuantizationSpec(method="fbgemm_fp8", rules=rules, default=WeightScheme(kind="fp8"))
+    scheme = WeightScheme(kind="fp8", activations="fp8")
+    return QuantizationSpec(method="fbgemm_fp8", rules=rules, default=scheme)
 
 
 def read_modelopt(config: QuantConfig) -> QuantizationSpec:
@@ -42,7 +44,7 @@ def read_modelopt(config: QuantConfig) -> QuantizationSpec:
     own = config.part("quantization") if config.get("quantization") is not None else config
     algorithm = own.choice("quant_algo", ("FP8", "NVFP4"))
     rules = plain_rules([*map(_any_part, own.names("exclude_modules", "ignore")), HEAD])
-    scheme = WeightScheme(kind="fp8", rows=0)
+    scheme = WeightScheme(kind="fp8", rows=0, activations="fp8")
     if algorithm == "NVFP4":
         scheme = WeightScheme(kind="fp4", columns=own.whole("group_size", default=NVFP4_GROUP))
     return QuantizationSpec(method="modelopt", rules=rules, default=scheme)

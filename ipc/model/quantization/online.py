@@ -10,7 +10,7 @@ from sidestep.ipc.model.quantization.weight_scheme import (
 )
 
 ONLINE: dict[str, WeightScheme] = {
-    "fp8": WeightScheme(kind="fp8"),
+    "fp8": WeightScheme(kind="fp8", activations="fp8"),
     "int8": WeightScheme(kind="int8"),
     "int4": WeightScheme(kind="int4", columns=32, offset=True, fitted=True),
 }

@@ -10,6 +10,8 @@ import msgspec
 
 Codes = Literal["fp8", "int8", "int4", "nf4", "fp4"]
 """Kinds of codes; see kernels/quantized/coded_matrix.py."""
+Rounded = Literal["fp8", "int8"]
+"""Types in 8 bits that inputs of products may be rounded to."""
 _FUSED = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -40,6 +42,9 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes in which a worker keeps a scale."""
     decoded: bool = False
     """Whether a worker keeps the numbers themselves, in the run's type."""
+    activations: Rounded | None = None
+    """Type that inputs are rounded to in steps of many tokens, on GPUs that multiply such numbers;
+    None where they stay in the run's type."""
 
     @property
     def bits(self) -> int:

@@ -1,0 +1,103 @@
+"""Weights and caches in few bits on a GPU: prompts' logprobs are those of a CPU with the same bits.
+
+The CPU's products and codes are tested against float64 by themselves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestep import LLM, SamplingParams
+from tests.e2e.conftest import write_tokenizer
+from tests.e2e.models import random_prompts, write_model
+from tests.quantized.cases import CASES
+from tests.quantized.written import write
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = random_prompts(9, 250, longest=90)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, prompt_logprobs=1)
+CODED_GROUPS: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+KV_DTYPES = ["fp8", "int8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head"]
+EXPERTS: dict[str, Any] = {
+    "qwen3-moe": {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 128},
+}
+
+
+def logprobs_of(path: str, **options: Any) -> list[float]:
+    """Return the logprobs of all tokens of the prompts, and check that answers are whole."""
+    on_gpu = {"kv_cache_memory_bytes": 1 << 29} if options.get("device") != "cpu" else {}
+    with LLM(path, max_num_seqs=16, max_model_len=256, **on_gpu, **options) as llm:
+        outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert all(len(output.outputs[0].token_ids) == 12 for output in outputs)
+    found = []
+    for output in outputs:
+        assert output.prompt_logprobs is not None
+        for token, choices in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+            if choices is not None:
+                found.append(choices[token].logprob)
+    return found
+
+
+def mean_difference(one: list[float], other: list[float]) -> float:
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+def compare(path: str, other: str | None = None, **options: Any) -> None:
+    """Compare a GPU with a CPU in float32, and a GPU in bfloat16 with a bfloat16 model's rounding.
+
+    other: the same weights decoded, which bfloat16's rounding is measured on.
+    """
+    exact = logprobs_of(path, device="cpu", dtype="float32", **options)
+    assert mean_difference(logprobs_of(path, dtype="float32", **options), exact) < 0.01
+    plain = other or path
+    whole = logprobs_of(plain, device="cpu", dtype="float32")
+    noise = mean_difference(logprobs_of(plain, dtype="bfloat16"), whole)
+    assert mean_difference(logprobs_of(path, dtype="bfloat16", **options), exact) < 2 * noise
+
+
+@pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
+def test_weights_quantized_at_load(method: str, model_folder: Path) -> None:
+    compare(write_model("llama-gqa", model_folder, **CODED_GROUPS), quantization=method)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_experts_quantized_at_load(method: str, family: str, model_folder: Path) -> None:
+    compare(write_model(family, model_folder, **EXPERTS[family]), quantization=method)
+
+
+@pytest.mark.parametrize(("method", "name"), [(m, next(iter(CASES[m]))) for m in CASES])
+def test_files_of_every_method(method: str, name: str, tmp_path: Path) -> None:
+    written = write(CASES[method][name], tmp_path)
+    for path in written:
+        write_tokenizer(Path(path))
+    compare(written.quantized, written.plain)
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+def test_keys_and_values_in_codes(dtype: str, family: str, model_folder: Path) -> None:
+    path = write_model(family, model_folder, head_dim=32)
+    compare(path, kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"kv_cache_dtype": "fp8"}, {"quantization": "fp8"}], ids=str
+)
+def test_graphs_change_no_token(options: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    prompts = ["def get_name(", "import os", "class Stack:\n"] * 3
+
+    def tokens(**others: Any) -> list[list[int]]:
+        with LLM(kv_cache_memory_bytes=1 << 29, dtype="bfloat16", **options, **others) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs]
+
+    expected = tokens(enforce_eager=True)
+    assert tokens() == expected
+    assert tokens(async_scheduling=False) == expected
