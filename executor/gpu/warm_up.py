@@ -84,7 +84,7 @@ def launch_all(
             for sizes in kinds:
                 kernels.launch(sizes, sizes.layout, empty=torch.zeros)
         # A step may have any number of prompt tokens whose logits are asked for.
-        model.decoder.warm_up((1, 2, 16, 32, 64), with_head=last)
+        model.decoder.warm_up((1, 2, 16, 32, 64, 65), with_head=last)
         copied = np.zeros(1, np.int32)
         kernels.attention.copy_blocks(copied, copied)
         if kernels.recurrent is not None:

@@ -242,7 +242,6 @@ def _decode(
                     D,
                     DIM,
                     PAGE,
-                    TILE,
                     FORMAT,
                     dtype,
                 )

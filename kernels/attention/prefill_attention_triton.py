@@ -121,7 +121,6 @@ def _attend(
                 D,
                 DIM,
                 PAGE,
-                N,
                 FORMAT,
                 query.dtype,
             )

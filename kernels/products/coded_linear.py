@@ -1,6 +1,6 @@
 """x W^T + b on a GPU where W is in 8 or 4 bits, with the operations around it in a layer.
 
-W stays in its codes, for all numbers of rows. Up to MAX_ROWS rows, where reading W is most of the
+W stays in its codes. Up to MAX_ROWS rows, where reading W is most of the
 work, a row's bits do not depend on the number of rows: the tile of W and the number of programs
 that share it follow from W's size alone, and the next norm is always begun.
 """
@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
+from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
+from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
+from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
+from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 
 MAX_ROWS = 64
+_DECODED = 1024
+"""Rows from which on W is decoded as a whole, for the library's product. To decode a matrix takes
+about as long as to multiply 250 rows."""
 _BLOCK_N = 64
 """Rows of W of a program: the number that Hopper's tensor cores take at once."""
 _LEAST_ROWS = 16
@@ -31,7 +40,7 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig:
     large = gpu is not None and gpu.capability >= 90 and matrix.dtype != torch.float32
     if tokens > MAX_ROWS:
         if large:
-            return CodedConfig(128, 64 if gated else 128, num_warps=8, num_stages=3)
+            return CodedConfig(128, 128, num_warps=8, num_stages=3)
         return CodedConfig(_BLOCK_N, 32 if gated else 64, num_stages=2)
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
@@ -55,34 +64,34 @@ def split_of(outputs: int, inputs: int, processors: int) -> int:
     return split
 
 
-def _in_8_bits(
-    x: Tensor | Stream,
-    matrix: DeviceMatrix,
-    bias: Tensor | None,
-    out: Tensor | None,
-    *,
-    gated: bool = False,
-    add: bool = False,
-) -> Tensor | None:
-    """Return the product with x rounded to 8 bits, or None where x is not rounded.
+def _rounded(x: Tensor | Stream, matrix: DeviceMatrix) -> QuantizedRows | None:
+    """Return x rounded to 8 bits, or None where it is not rounded.
 
     It is rounded if the matrix was made for that, for rows enough that the tensor cores' speed
     counts, and on GPUs whose tensor cores take such numbers.
     """
     hidden = x.hidden if isinstance(x, Stream) else x
     gpu = gpu_of(hidden.device)
-    if len(hidden) <= MAX_ROWS or gpu is None or matrix.rounded is None:
+    if len(hidden) <= MAX_ROWS or gpu is None or not rounds_inputs(matrix, gpu.capability):
         return None
-    from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-    from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
-
-    if not rounds_inputs(matrix, gpu.capability):
-        return None
+    assert matrix.rounded is not None
     grouped = matrix.group[1] != 0
-    rows = quantize_rows(x, matrix.rounded, grouped=grouped, input_scale=matrix.input_scale)
-    if out is None:
-        out = hidden.new_empty(len(hidden), matrix.shape[0] // (1 + gated))
-    return scaled_product(rows, matrix, bias, out, gated=gated, add=add)
+    return quantize_rows(x, matrix.rounded, grouped=grouped, input_scale=matrix.input_scale)
+
+
+def _by_library(
+    x: Tensor | Stream, rounded: QuantizedRows | None, matrix: DeviceMatrix, bias: Tensor | None
+) -> Tensor | None:
+    """Return the product as the library computes it, or None where our own kernels are faster.
+
+    The library multiplies in 8 bits what is rounded to them. For many rows it multiplies the
+    decoded matrix.
+    """
+    if rounded is not None:
+        return scaled_by_library(rounded, matrix, bias) if suits_library(matrix) else None
+    if len(x.hidden if isinstance(x, Stream) else x) < _DECODED:
+        return None
+    return linear(normed(x), decode_matrix(matrix), bias)
 
 
 def coded_linear(
@@ -92,29 +101,43 @@ def coded_linear(
 
     x is [T, K], or a stream whose norm is multiplied; b is [N].
     """
-    return _product(x, matrix, bias, gated=False, out=out)
+    rounded = _rounded(x, matrix)
+    found = _by_library(x, rounded, matrix, bias)
+    if found is not None:
+        return found if out is None else out.copy_(found)
+    return _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
 def coded_gated_linear(x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor:
     """Return silu(gate) * up, [T, F], of x W^T + b = [gate | up] with W [2 F, K]."""
-    return _product(x, matrix, bias, gated=True)
+    rounded = _rounded(x, matrix)
+    found = _by_library(x, rounded, matrix, bias)
+    if found is None:
+        # For many rows of x, a thread has too few registers for two tiles.
+        fused = rounded is not None or len(x.hidden if isinstance(x, Stream) else x) <= MAX_ROWS
+        found = _own(x, rounded, matrix, bias, gated=fused)
+        if fused:
+            return found
+    return silu_mul(found)
 
 
-def _product(
+def _own(
     x: Tensor | Stream,
+    rounded: QuantizedRows | None,
     matrix: DeviceMatrix,
     bias: Tensor | None,
     *,
     gated: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the product, with the activation if gated."""
-    rounded = _in_8_bits(x, matrix, bias, out, gated=gated)
+    """Return the product by our own kernels, with the activation if gated."""
+    hidden = x.hidden if isinstance(x, Stream) else x
     if rounded is not None:
-        return rounded
-    tokens = len(x.hidden if isinstance(x, Stream) else x)
-    given = x if tokens <= MAX_ROWS else normed(x)
-    config = choose(tokens, matrix, gated)
+        if out is None:
+            out = hidden.new_empty(len(hidden), matrix.shape[0] // (1 + gated))
+        return scaled_product(rounded, matrix, bias, out, gated=gated)
+    given = x if len(hidden) <= MAX_ROWS else normed(x)
+    config = choose(len(hidden), matrix, gated)
     return own_linear(given, matrix, bias, gated=gated, config=config, out=out)
 
 
@@ -131,7 +154,13 @@ def add_coded_linear(
     way, or None. A norm is not begun in float16: a stream that is not scaled yet may be too large
     for it.
     """
-    if _in_8_bits(x, matrix, bias, residual, add=True) is not None:
+    rounded = _rounded(x, matrix)
+    found = _by_library(x, rounded, matrix, bias)
+    if found is not None:
+        residual += found
+        return None
+    if rounded is not None:
+        scaled_product(rounded, matrix, bias, residual, add=True)
         return None
     few = len(x) <= MAX_ROWS and x.dtype == torch.bfloat16
     config = choose(len(x), matrix, False)

@@ -104,17 +104,24 @@ def _normal_float(words, wide: tl.constexpr):
 
 
 @triton.jit
-def numbers(
-    words, zero, KIND: tl.constexpr, wide: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
-):
+def middle(zero, wide: tl.constexpr):
+    """Return what int4's numbers are too large by, float32. zero: of groups; None where it is 8."""
+    OFFSET: tl.constexpr = 1024.0 if wide == tl.float16 else 128.0
+    if zero is None:
+        return tl.full([], OFFSET + 8.0, tl.float32)
+    else:
+        return zero.to(tl.float32) + OFFSET
+
+
+@triton.jit
+def numbers(words, KIND: tl.constexpr, wide: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr):
     """Return what the words [N, COLUMNS / numbers in a word] stand for, [N, COLUMNS], in `wide`.
 
-    zero: of int4, [N, 1] or [N, groups]; None where it is 8. wide: bfloat16, float16, or float32
-    with the numbers that bfloat16 has.
+    Those of int4 are too large by `middle`. wide: bfloat16, float16, or float32 with the numbers
+    that bfloat16 has.
     """
     # The bits of 128 or 1024 twice, whose lowest bit counts 1.
     ONE: tl.constexpr = 0x64006400 if wide == tl.float16 else 0x43004300
-    OFFSET: tl.constexpr = 1024 if wide == tl.float16 else 128
     if KIND == "fp8":
         # The exponent's bias is 7 in place of 15 or 127. Numbers below the least exponent stay so.
         v = _e4m3(words, wide) * (256.0 if wide == tl.float16 else 2.0**120)
@@ -126,20 +133,8 @@ def numbers(
         v = _normal_float(words, wide).to(wide)
     else:
         v = _both((_quarters(words, 4) & 0x000F000F) | ONE, wide)
-        if zero is None:
-            v -= OFFSET + 8
-        elif zero.shape[1] == 1:
-            # Like the numbers, in both halves of words.
-            less = tl.broadcast_to((zero | (zero << 16)) | ONE, [N, COLUMNS // 8])
-            less = tl.join(tl.join(less, less), tl.join(less, less))
-            v -= _both(less, wide)
     if KIND == "fp8" or KIND == "int8":
         v = v.reshape(N, COLUMNS // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     else:
         v = v.reshape(N, COLUMNS // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 5, 4, 2, 6)
-    v = v.reshape(N, COLUMNS)
-    if zero is not None and zero.shape[1] > 1:
-        GROUPS: tl.constexpr = zero.shape[1]
-        less = (zero + OFFSET).to(tl.float32).to(wide)
-        v = v.reshape(N, GROUPS, COLUMNS // GROUPS) - less[:, :, None]
     return v.reshape(N, COLUMNS)

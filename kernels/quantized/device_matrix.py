@@ -59,6 +59,8 @@ class DeviceMatrix:
     def of(cls, matrix: CodedMatrix) -> DeviceMatrix:
         """Return the matrix, repacked. Raises ValueError for groups that no kernel reads."""
         matrix = _with_finite_codes(with_simple_groups(matrix))
+        if matrix.group[1] >= matrix.shape[1]:
+            matrix = matrix.with_row_scales()
         scales = with_zeros(matrix.scales, matrix.zeros).t().contiguous()
         height, width = matrix.group
         return cls(

@@ -48,7 +48,7 @@ FORMS = (
     Form("nf4", (1, 64)),
 )
 MAIN_FORMS = FORMS[:2]
-ROWS = (1, 64, TOKENS)
+ROWS = (1, 64, 100, TOKENS)
 VOCABULARY = 128_256
 
 

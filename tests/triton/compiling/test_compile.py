@@ -58,7 +58,14 @@ EXPERTS = {
 }
 
 
-QUANTIZED = {"_coded", "_scaled_product", "_quantize_rows", "_rms_norm"}
+QUANTIZED = {
+    "_coded",
+    "_decode_matrix",
+    "_scaled_product",
+    "_quantize_rows",
+    "_rms_norm",
+    "_silu_mul",
+}
 
 
 RECURRENT = {

@@ -18,6 +18,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from tests.triton.quantized.coded_matrices import FORMS, RARE_FORMS, WHOLE, Form, matrix_of
 from tests.triton.support import (
@@ -111,6 +112,19 @@ def test_forms(form: Form) -> None:
 @pytest.mark.parametrize("form", RARE_FORMS, ids=str)
 def test_rare_forms(form: Form) -> None:
     check(form, 2, 70, 272)
+
+
+@pytest.mark.parametrize("form", FORMS + RARE_FORMS, ids=str)
+@pytest.mark.parametrize("columns", [256, 272])
+def test_a_decoded_matrix_has_the_numbers(form: Form, columns: int) -> None:
+    for dtype in (DTYPE, HALF):
+        given = matrix_of(form, 70, columns, dtype)
+        matrix = on_device(given)
+        with unchanged(words=matrix.words, scales=matrix.scales), PoisonedAllocations():
+            found = decode_matrix(matrix)
+        tolerance = 0.01 if form.kind == "nf4" else torch.finfo(dtype).eps
+        exact = given.decoded(torch.float32).to(found.device)
+        torch.testing.assert_close(found.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("form", FORMS[:5], ids=str)

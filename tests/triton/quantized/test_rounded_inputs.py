@@ -12,6 +12,7 @@ from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, rms_norm
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
+from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.support import (
@@ -127,6 +128,20 @@ def test_products(form: Form, add: bool) -> None:
         scaled_product(rows, DeviceMatrix.of(given), bias, out, add=add)
     assert_margins_untouched(whole)
     assert_close(out, expected)
+
+
+def test_products_of_the_library() -> None:
+    half = torch.bfloat16
+    x = Values(1).normal(70, 300, dtype=half)
+    given = replace(matrix_of(CHANNEL, 160, 300, half), activations="fp8")
+    matrix = DeviceMatrix.of(given)
+    assert suits_library(matrix)
+    odd = replace(matrix_of(CHANNEL, 150, 300, half), activations="fp8")
+    assert not suits_library(DeviceMatrix.of(odd))
+    rows, bias = quantize_rows(x, "fp8", grouped=False), Values(2).normal(160, dtype=half)
+    product = numbers_of(rows, 300) @ given.decoded(torch.float32).double().T
+    assert_close(scaled_by_library(rows, matrix, None), product)
+    assert_close(scaled_by_library(rows, matrix, bias), product + bias.double(), 8)
 
 
 @pytest.mark.parametrize("form", [BLOCK, INTEGER], ids=str)

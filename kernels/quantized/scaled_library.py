@@ -1,0 +1,38 @@
+"""x W^T where both are in FP8, with a scale a row, by the library's product for that."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows
+
+_ALIGNED = 16
+"""Sizes of matrices must be multiples of this."""
+
+
+def suits_library(matrix: DeviceMatrix) -> bool:
+    """Return whether the library multiplies this matrix with rows in 8 bits."""
+    return matrix.rounded == "fp8" and matrix.group[1] == 0 and matrix.shape[0] % _ALIGNED == 0
+
+
+def scaled_by_library(x: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b, [T, N], in the type of the matrix's products.
+
+    Columns of codes are in another order than the matrix's, which is the same for both, so that no
+    sum changes. Sums are promoted to float32 on the way: the fast ones keep 14 bits.
+    """
+    weight = matrix.words.view(x.codes.dtype)
+    if not x.codes.is_cuda and not x.codes.is_meta:
+        product = (x.codes.float() * x.scales) @ (weight.float() * matrix.scales.t()).t()
+        return (product if bias is None else product + bias).to(matrix.dtype)
+    product = torch._scaled_mm(
+        x.codes,
+        weight.t(),
+        scale_a=x.scales,
+        scale_b=matrix.scales,
+        out_dtype=matrix.dtype,
+        use_fast_accum=False,
+    )
+    return product if bias is None else product.add_(bias)
