@@ -43,6 +43,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.linear import gated_linear, linear
 from sidestep.kernels.products.own_linear import own_linear
+from sidestep.kernels.products.streamed_config import StreamedConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, Rounded, pack_halves
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
@@ -133,18 +134,18 @@ class Case:
         gate, up = out.chunk(2, 1)
         return F.silu(gate) * up
 
-    def product(self, x: Tensor, matrix: DeviceMatrix, config: CodedConfig | None) -> Tensor:
+    def product(self, x: Tensor, matrix: DeviceMatrix, config: Config | None) -> Tensor:
         """Return the product, by the engine's choice if no configuration is given."""
         if config is not None:
             return own_linear(x, matrix, gated=self.gated, config=config)
         return (coded_gated_linear if self.gated else coded_linear)(x, matrix, None)
 
-    def took(self, x: Tensor, config: CodedConfig | None = None) -> float:
+    def took(self, x: Tensor, config: Config | None = None) -> float:
         """Return the time in microseconds, or infinity where a configuration does not fit."""
         calls: list[Call] = [lambda m=m: self.product(x, m, config) for m in self.matrices]
         return attempt(lambda: microseconds(repeated(calls, 20)))
 
-    def error(self, x: Tensor, config: CodedConfig | None = None) -> float:
+    def error(self, x: Tensor, config: Config | None = None) -> float:
         """Return the relative error, or infinity if a row depends on the number of rows."""
 
         def found() -> float:
@@ -170,12 +171,19 @@ class Case:
         return attempt(lambda: microseconds(repeated(calls, 20)))
 
 
-def configs(chosen: CodedConfig, rows: int, outputs: int) -> Iterator[CodedConfig]:
-    """Return configurations near the chosen one."""
-    tiles = [(64, chosen.rows)] if rows <= MAX_ROWS else [(64, 64), (64, 128), (128, 64)]
-    tiles += [] if rows <= MAX_ROWS else [(128, 128), (128, 256)]
+Config = CodedConfig | StreamedConfig
+
+
+def configs(chosen: Config, rows: int, outputs: int) -> Iterator[Config]:
+    """Return configurations of the chosen kernel."""
     # Only small matrices have too few tiles for all processors.
     splits = (1, 2, 4, 8) if rows <= MAX_ROWS and outputs <= 1 << 14 else (1,)
+    if isinstance(chosen, StreamedConfig):
+        for split, stages in itertools.product(splits, (4, 6, 8, 10, 12, 16)):
+            yield StreamedConfig(chosen.block_k, stages, split)
+        return
+    tiles = [(64, chosen.rows)] if rows <= MAX_ROWS else [(64, 64), (64, 128), (128, 64)]
+    tiles += [] if rows <= MAX_ROWS else [(128, 128), (128, 256)]
     for (block, tile), split, warps, stages in itertools.product(
         tiles, splits, (4, 8), (2, 3, 4, 6, 8)
     ):

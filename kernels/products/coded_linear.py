@@ -16,7 +16,8 @@ from sidestep.kernels.launch import num_processors
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
-from sidestep.kernels.products.own_linear import add_own_linear, own_linear
+from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
+from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, padded
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
@@ -31,10 +32,14 @@ _BLOCK_N = 64
 """Rows of W of a program: the number that Hopper's tensor cores take at once."""
 _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
+_MOST_FUSED = 32
+"""Rows up to which a product ends in the activation: for more, a thread has too few registers."""
 _MOST_SPLIT = 8
+_RING_BYTES, _MOST_STAGES = 104 << 10, 12
+"""Shared memory of a program's ring on Hopper, so that two share a processor, and its tiles."""
 
 
-def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig:
+def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | StreamedConfig:
     """Return the configuration for this number of rows of x."""
     gpu = gpu_of(matrix.device)
     large = gpu is not None and gpu.capability >= 90 and matrix.dtype != torch.float32
@@ -43,6 +48,12 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig:
             return CodedConfig(128, 128, num_warps=8, num_stages=3)
         return CodedConfig(_BLOCK_N, 32 if gated else 64, num_stages=2)
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
+    split = split_of(outputs, inputs, num_processors(matrix.device))
+    if _streams(matrix):
+        rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
+        stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
+        steps = -(-inputs // STEP) // split
+        return StreamedConfig(STEP, max(2, min(_MOST_STAGES, _RING_BYTES // stage, steps)), split)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
     most = MAX_ROWS if large or not gated else MAX_ROWS // 2
     rows = min(most, max(_LEAST_ROWS, 1 << (tokens - 1).bit_length()))
@@ -51,8 +62,14 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig:
     )
     # Two or more programs share a processor's memory; older GPUs have less of it.
     stages = max(2, min(6, (80 if large else 44) * 1024 // stage))
-    split = split_of(outputs, inputs, num_processors(matrix.device))
     return CodedConfig(_BLOCK_N, rows, split, num_stages=stages)
+
+
+def _streams(matrix: DeviceMatrix) -> bool:
+    """Return whether the kernel for Hopper takes the matrix: it scales rows, or whole tiles."""
+    simple = matrix.minimums is None and matrix.group[1] % STEP == 0
+    aligned = matrix.shape[1] % ALIGNED == 0 and matrix.dtype != torch.float32
+    return simple and aligned and is_hopper(matrix.device)
 
 
 def split_of(outputs: int, inputs: int, processors: int) -> int:
@@ -113,8 +130,8 @@ def coded_gated_linear(x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | 
     rounded = _rounded(x, matrix)
     found = _by_library(x, rounded, matrix, bias)
     if found is None:
-        # For many rows of x, a thread has too few registers for two tiles.
-        fused = rounded is not None or len(x.hidden if isinstance(x, Stream) else x) <= MAX_ROWS
+        tokens = len(x.hidden if isinstance(x, Stream) else x)
+        fused = rounded is not None or tokens <= _MOST_FUSED
         found = _own(x, rounded, matrix, bias, gated=fused)
         if fused:
             return found

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.quantized.decoding_triton import middle, numbers, without_zero, zero_of
+from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
@@ -75,7 +75,6 @@ def _step(
     zero,
     at,
     value,
-    sums,
     acc,
     n,
     per_group,
@@ -86,59 +85,45 @@ def _step(
     IN_WORD: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
-    SUMS: tl.constexpr,
+    FEW: tl.constexpr,
 ):
     """Return acc plus the product of a step's columns. n: places of rows among a group's scales.
 
-    SUMS: where all columns share a scale, scale the product, and subtract zeros and minimums from
-    it by the sums of the columns of `value`, `sums`, rather than change each number.
+    FEW: whether there are few rows of x, so that the product with a group of columns is scaled, not
+    each number.
     """
     codes = tl.load(words + at // IN_WORD, eviction_policy="evict_first")
     wide: tl.constexpr = value.dtype
-    w = numbers(codes, KIND, wide, BN, STEP)
     if GROUP == 0 or GROUP >= STEP:
-        # The caller's scales, minimums and zeros of whole rows have the shape of a column.
+        # The caller's scales, minimums and zeros are those of whole rows.
         scale, minimum = scales, minimums
         if GROUP >= STEP:
-            place = n[:, None] + at // GROUP * per_group
+            place = n + at // GROUP * per_group
             scale = tl.load(scales + place)
             if ZEROS:
                 zero, scale = zero_of(scale), without_zero(scale)
             if minimums is not None:
                 minimum = tl.load(minimums + place)
-        if SUMS:
-            part = tl.dot(w, value.T, input_precision="ieee")
-            if KIND == "int4":
-                part -= sums * middle(zero, wide)
-            if GROUP >= STEP or minimums is not None:
-                part *= scale
-            if minimums is not None:
-                part -= sums * minimum
-            return acc + part
-        else:
-            if KIND == "int4":
-                w -= middle(zero, wide).to(wide)
-            if GROUP >= STEP and minimums is None and wide == tl.bfloat16:
-                w *= scale.to(wide)  # float32 would take registers that are not there
-            elif GROUP >= STEP or minimums is not None:
-                v = w.to(tl.float32) * scale
-                if minimums is not None:
-                    v -= minimum
-                w = v.to(wide)
-            return tl.dot(w, value.T, acc, input_precision="ieee")
+        w = numbers(codes, zero, KIND, wide, BN, STEP)
+        if minimums is not None:
+            w = (w.to(tl.float32) * scale[:, None] - minimum[:, None]).to(wide)
+        elif GROUP >= STEP and FEW:
+            return acc + tl.dot(w, value.T, input_precision="ieee") * scale[:, None]
+        elif GROUP >= STEP:
+            # float32 would take registers that are not there.
+            w *= scale.to(wide)[:, None]
+        return tl.dot(w, value.T, acc, input_precision="ieee")
     else:
         GROUPS: tl.constexpr = STEP // GROUP
         group = at // GROUP + tl.arange(0, GROUPS)
         place = n[:, None] + (group * per_group)[None, :]
         inside = (K % STEP == 0) | (group * GROUP < K)[None, :]
         scale = tl.load(scales + place, mask=inside, other=0.0)
+        w = numbers(codes, None, KIND, wide, BN, STEP)
         v = w.to(tl.float32).reshape(BN, GROUPS, STEP // GROUPS)
-        if KIND == "int4":
-            if ZEROS:
-                v -= middle(zero_of(scale), wide)[:, :, None]
-                scale = without_zero(scale)
-            else:
-                v -= middle(None, wide)
+        if ZEROS:
+            v -= (zero_of(scale) - 8).to(tl.float32)[:, :, None]
+            scale = without_zero(scale)
         v *= scale[:, :, None]
         if minimums is not None:
             v -= tl.load(minimums + place, mask=inside, other=0.0)[:, :, None]
@@ -235,27 +220,23 @@ def _coded(
     up_scale, up_zero = scales, None
     least, up_least = minimums, minimums
     if GROUP == 0:
-        scale = tl.load(scales + group_row)[:, None]
+        scale = tl.load(scales + group_row)
         if ZEROS:
             zero, scale = zero_of(scale), without_zero(scale)
         if minimums is not None:
-            least = tl.load(minimums + group_row)[:, None]
+            least = tl.load(minimums + group_row)
         if GATED:
-            up_scale = tl.load(scales + up_group_row)[:, None]
+            up_scale = tl.load(scales + up_group_row)
             if ZEROS:
                 up_zero, up_scale = zero_of(up_scale), without_zero(up_scale)
             if minimums is not None:
-                up_least = tl.load(minimums + up_group_row)[:, None]
+                up_least = tl.load(minimums + up_group_row)
     inside = (tokens < T)[None, :] & (rows < N)[:, None]
     target = out + tokens[None, :].to(tl.int64) * out_stride + rows[:, None]
     values = x + tl.minimum(tokens, T - 1)[:, None].to(tl.int64) * x_stride + columns[None, :]
     acc = tl.zeros([BN, ROWS], tl.float32)
     acc_up = tl.zeros([BN, ROWS], tl.float32)
-    # For many rows, the tensor cores are busy, and registers short. And float32 would lose the last
-    # bits in the difference.
-    SUMS: tl.constexpr = ROWS <= 64 and x.dtype.element_ty != tl.float32
-    sums = acc
-    ones = tl.full([BN, STEP], 1.0, x.dtype.element_ty)
+    FEW: tl.constexpr = ROWS <= 64 or x.dtype.element_ty == tl.float32
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -266,17 +247,14 @@ def _coded(
             value = tl.load(values + at)
         else:
             value = tl.load(values + at, mask=(at + columns < K)[None, :], other=0.0)
-        if SUMS and (GROUP == 0 or GROUP >= STEP) and (KIND == "int4" or minimums is not None):
-            # The tensor cores add them up, and leave them where the product's registers are.
-            sums = tl.dot(ones, value.T, input_precision="ieee")
         acc = _step(
-            source, scale, least, zero, at, value, sums, acc, group_row, per_group,
-            KIND, K, BN, STEP, IN_WORD, GROUP, ZEROS, SUMS,
+            source, scale, least, zero, at, value, acc, group_row, per_group,
+            KIND, K, BN, STEP, IN_WORD, GROUP, ZEROS, FEW,
         )  # fmt: skip
         if GATED:
             acc_up = _step(
-                second, up_scale, up_least, up_zero, at, value, sums, acc_up, up_group_row,
-                per_group, KIND, K, BN, STEP, IN_WORD, GROUP, ZEROS, SUMS,
+                second, up_scale, up_least, up_zero, at, value, acc_up, up_group_row,
+                per_group, KIND, K, BN, STEP, IN_WORD, GROUP, ZEROS, FEW,
             )  # fmt: skip
     # 3. Add the parts of a tile's programs.
     result, up = acc, acc_up
@@ -303,9 +281,9 @@ def _coded(
     if last:
         dtype: tl.constexpr = out.dtype.element_ty
         if GROUP == 0 and minimums is None:
-            result *= scale
+            result *= scale[:, None]
             if GATED:
-                up *= up_scale
+                up *= up_scale[:, None]
         if PARTS:
             factor = _norm_scale(squares, tl.minimum(tokens, T - 1), eps, K, PARTS)[None, :]
             result *= factor

@@ -159,8 +159,13 @@ def _launch(
         gated,
     )
     if isinstance(weight, DeviceMatrix):
-        assert isinstance(config, CodedConfig), "a coded matrix has a kernel of its own"
-        coded.launch(x, weight, tensors, eps, flags, config)
+        if isinstance(config, StreamedConfig):
+            from sidestep.kernels.products.streamed_codes_gluon import launch as launch_codes
+
+            launch_codes(x, weight, tensors, eps, flags, config)
+        else:
+            assert isinstance(config, CodedConfig), "a coded matrix has kernels of its own"
+            coded.launch(x, weight, tensors, eps, flags, config)
     elif isinstance(config, SkinnyConfig):
         skinny.launch(x, weight, tensors, eps, flags, config)
     else:

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.quantized.decoding_triton import middle, numbers, without_zero, zero_of
+from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
 _ROWS = 64
@@ -42,16 +42,17 @@ def _decode_matrix(
     codes = tl.arange(0, STEP // IN_WORD)
     words += n[:, None].to(tl.int64) * W + at // IN_WORD + codes[None, :]
     wide: tl.constexpr = out.dtype.element_ty
-    v = numbers(tl.load(words), KIND, wide, BN, STEP).to(tl.float32)
     GROUPS: tl.constexpr = 1 if GROUP == 0 or GROUP >= STEP else STEP // GROUP
     group = tl.arange(0, GROUPS) + (at // GROUP if GROUP else 0)
     inside = (group * GROUP < K)[None, :]
     place = (n // HEIGHT)[:, None] + (group * per_group)[None, :]
     scale = tl.load(scales + place, mask=inside, other=0.0)
+    v = numbers(tl.load(words), None, KIND, wide, BN, STEP).to(tl.float32)
     v = v.reshape(BN, GROUPS, STEP // GROUPS)
-    if KIND == "int4":
-        v -= middle(zero_of(scale)[:, :, None] if ZEROS else None, wide)
-    v *= (without_zero(scale) if ZEROS else scale)[:, :, None]
+    if ZEROS:
+        v -= (zero_of(scale) - 8).to(tl.float32)[:, :, None]
+        scale = without_zero(scale)
+    v *= scale[:, :, None]
     if minimums is not None:
         v -= tl.load(minimums + place, mask=inside, other=0.0)[:, :, None]
     columns = at + tl.arange(0, STEP)

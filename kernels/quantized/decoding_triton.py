@@ -104,24 +104,17 @@ def _normal_float(words, wide: tl.constexpr):
 
 
 @triton.jit
-def middle(zero, wide: tl.constexpr):
-    """Return what int4's numbers are too large by, float32. zero: of groups; None where it is 8."""
-    OFFSET: tl.constexpr = 1024.0 if wide == tl.float16 else 128.0
-    if zero is None:
-        return tl.full([], OFFSET + 8.0, tl.float32)
-    else:
-        return zero.to(tl.float32) + OFFSET
-
-
-@triton.jit
-def numbers(words, KIND: tl.constexpr, wide: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr):
+def numbers(
+    words, zero, KIND: tl.constexpr, wide: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Return what the words [N, COLUMNS / numbers in a word] stand for, [N, COLUMNS], in `wide`.
 
-    Those of int4 are too large by `middle`. wide: bfloat16, float16, or float32 with the numbers
-    that bfloat16 has.
+    zero: of int4, int32 [N], of all these columns; None where it is 8. wide: bfloat16, float16, or
+    float32 with the numbers that bfloat16 has.
     """
     # The bits of 128 or 1024 twice, whose lowest bit counts 1.
     ONE: tl.constexpr = 0x64006400 if wide == tl.float16 else 0x43004300
+    OFFSET: tl.constexpr = 1024.0 if wide == tl.float16 else 128.0
     if KIND == "fp8":
         # The exponent's bias is 7 in place of 15 or 127. Numbers below the least exponent stay so.
         v = _e4m3(words, wide) * (256.0 if wide == tl.float16 else 2.0**120)
@@ -132,7 +125,14 @@ def numbers(words, KIND: tl.constexpr, wide: tl.constexpr, N: tl.constexpr, COLU
     elif KIND == "nf4":
         v = _normal_float(words, wide).to(wide)
     else:
-        v = _both((_quarters(words, 4) & 0x000F000F) | ONE, wide)
+        codes = _quarters(words, 4) & 0x000F000F
+        if zero is None:
+            v = _both(codes | ONE, wide) - (OFFSET + 8.0)
+        else:
+            # Zeros are subtracted from two codes at once, and 16 added, which leaves no borrow.
+            sixteen = (words & 0) + (ONE + (16 - zero) * 0x00010001)[:, None]
+            sixteen = tl.join(tl.join(sixteen, sixteen), tl.join(sixteen, sixteen))
+            v = _both(codes + sixteen, wide) - (OFFSET + 16.0)
     if KIND == "fp8" or KIND == "int8":
         v = v.reshape(N, COLUMNS // 64, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     else:

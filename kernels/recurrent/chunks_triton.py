@@ -27,6 +27,8 @@ from sidestep.kernels.recurrent.state_rows import CHUNK, FEW_TOKENS, StateRows
 
 _COLUMNS = 32
 """Columns of a state that a program has."""
+_WARPS = 8
+"""Warps of a program. With four, Triton 3.6 gives the tensor cores wrong numbers in 16 bits."""
 
 
 @triton.jit
@@ -357,7 +359,7 @@ def compute_chunks(
         **sizes,
         VALUES=values,
         SAVES=saves,
-        num_warps=4,
+        num_warps=_WARPS,
         **common,
     )
     columns = min(_COLUMNS, values)
@@ -380,7 +382,7 @@ def compute_chunks(
         **sizes,
         COLUMNS=columns,
         SAVES=saves,
-        num_warps=4,
+        num_warps=_WARPS,
         num_stages=1 if qkv.dtype == float32 else 2,
         **common,
     )
@@ -399,6 +401,6 @@ def compute_chunks(
             num_rows,
             **sizes,
             COLUMNS=columns,
-            num_warps=4,
+            num_warps=_WARPS,
             **common,
         )

@@ -6,12 +6,14 @@ launched.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from sidestep import DEFAULT_MODEL, LLM, BeamSearchParams, EngineStartError, SamplingParams
 from sidestep.ipc.model.cache_groups import cache_groups
@@ -50,6 +52,8 @@ def test_the_gpu_is_taken_by_itself() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_equals_transformers(family: str, model_folder: Path) -> None:
+    if family == "gpt-oss" and "swiglu_limit" not in inspect.getsource(GptOssExperts):
+        pytest.skip("this version of transformers has a limit of its own")
     path = write_model(family, model_folder)
     model = load_reference(path)
     prompts = random_prompts(12, model.config.vocab_size)

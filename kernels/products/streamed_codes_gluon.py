@@ -1,0 +1,430 @@
+"""x W^T for up to 64 rows of x, where W is in 8 or 4 bits and reading it is most of the work.
+
+The kernel is for Hopper. It is that of streamed_linear_gluon.py, but for what lies between the ring
+and the tensor cores: each thread reads words of codes from shared memory, decodes them in its
+registers, in the order in which the tensor cores take their first operand, and multiplies from
+there. While the tensor cores work on one tile, the threads decode the next.
+
+Scales of whole rows are applied at the end. Scales of groups of columns, which are at least a tile
+wide, are applied to each tile's product.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sidestep.kernels.launch import pdl
+from sidestep.kernels.products.streamed_config import StreamedConfig, padded
+from sidestep.kernels.products.streamed_linear_gluon import (
+    _barrier,
+    _bulk_load,
+    _scale,
+    _sum_of,
+    _tiles,
+)
+from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
+from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
+
+
+@gluon.jit
+def _ask_for_codes(
+    word_tiles,
+    ring,
+    up_ring,
+    bars,
+    row,
+    up_row,
+    step,
+    slot,
+    pred,
+    BYTES: gl.constexpr,
+    WORDS: gl.constexpr,
+    GATED: gl.constexpr,
+):
+    """Load a tile of codes, and announce the bytes of the tile of x that comes with it."""
+    mbarrier.expect(bars.index(slot), BYTES, pred=pred)
+    _bulk_load(word_tiles, [row, step * WORDS], bars.index(slot), ring.index(slot), pred=pred)
+    if GATED:
+        _bulk_load(
+            word_tiles, [up_row, step * WORDS], bars.index(slot), up_ring.index(slot), pred=pred
+        )
+
+
+@gluon.jit
+def _decoded(
+    tile,
+    scales,
+    group_row,
+    step,
+    per_group,
+    scale,
+    GROUP: gl.constexpr,
+    KIND: gl.constexpr,
+    ZEROS: gl.constexpr,
+    dtype: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    CODES: gl.constexpr,
+    FIRST: gl.constexpr,
+):
+    """Return the numbers of a tile of words, as the tensor cores' first operand, and the scales.
+
+    scale: those of whole rows.
+    """
+    if GROUP != 0:
+        scale = gl.load(scales + step * BK // GROUP * per_group + group_row)
+    zero = None
+    if ZEROS:
+        zero = gl.convert_layout(zero_of(scale), gl.SliceLayout(1, CODES))
+        if GROUP != 0:
+            scale = without_zero(scale)
+    v = numbers(tile.load(CODES), zero, KIND, dtype, BN, BK)
+    return gl.convert_layout(v, FIRST), scale
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _streamed_codes(
+    x_tiles,
+    word_tiles,
+    scales,
+    bias,
+    squares,
+    next_norm,
+    out,
+    next_weighted,
+    next_squares,
+    partials,
+    counters,
+    T,
+    N,
+    K,
+    eps,
+    out_stride,
+    KIND: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    ZEROS: gl.constexpr,
+    ROWS: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    WORDS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PARTS: gl.constexpr,
+    BIAS: gl.constexpr,
+    ADD: gl.constexpr,
+    NEXT: gl.constexpr,
+    GATED: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    dtype: gl.constexpr = x_tiles.dtype
+    HALVES: gl.constexpr = 2 if GATED else 1
+    BYTES: gl.constexpr = BN * HALVES * WORDS * 4 + ROWS * BK * 2
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
+    FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
+    # A thread loads the words of which it can make its part of the tensor cores' first operand:
+    # four of each 16, as kernels/quantized/device_matrix.py has them, of two rows.
+    TWO: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16]]
+    ONE: gl.constexpr = [[0, 1], [0, 2], [8, 0]]
+    CODES: gl.constexpr = gl.DistributedLinearLayout(
+        TWO if WORDS == 32 else ONE,
+        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [BN, WORDS],
+    )
+    GROUPED: gl.constexpr = GROUP != 0
+    tile = gl.program_id(0) // SPLIT
+    part = gl.program_id(0) % SPLIT
+    row = tile * BN
+    each = gl.cdiv(gl.cdiv(K, BK), SPLIT)
+    first = part * each
+    steps = gl.minimum(gl.cdiv(K, BK) - first, each)
+    ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN, WORDS], word_tiles.layout)
+    up_ring = ring
+    if GATED:
+        up_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN, WORDS], word_tiles.layout)
+    x_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BK], x_tiles.layout)
+    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(bars.index(slot), count=1)
+    # 1. Load the first tiles of W, then those of x, which another kernel may still be writing.
+    for slot in gl.static_range(STAGES):
+        _ask_for_codes(
+            word_tiles, ring, up_ring, bars, row, N + row, first + slot, slot, slot < steps,
+            BYTES, WORDS, GATED,
+        )  # fmt: skip
+    n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
+    t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
+    inside = (n < N)[:, None] & (t < T)[None, :]
+    places = out + t[None, :].to(gl.int64) * out_stride + n[:, None]
+    if NEXT:
+        weights = gl.load(next_norm + n, mask=n < N, other=0.0).to(gl.float32)
+    own_row = gl.minimum(row + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA)), N - 1)
+    total = N * HALVES
+    per_group = gl.cdiv(total, HEIGHT)
+    group_row, up_group_row = own_row // HEIGHT, (own_row + N) // HEIGHT
+    scale = gl.load(scales + group_row)
+    up_scale = scale
+    if GATED:
+        up_scale = gl.load(scales + up_group_row)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for slot in gl.static_range(STAGES):
+        _bulk_load(
+            x_tiles, [0, (first + slot) * BK], bars.index(slot), x_ring.index(slot),
+            pred=slot < steps,
+        )  # fmt: skip
+    # This work is done while the tiles are loading.
+    if ADD:
+        before = gl.load(places, mask=inside, other=0.0)
+    if PARTS:
+        factor = gl.convert_layout(
+            _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
+        )
+    # 2. Multiply step by step. While the tensor cores work on a tile, the next one is decoded.
+    acc = gl.zeros([BN, ROWS], gl.float32, MMA)
+    acc_up = acc
+    mbarrier.wait(bars.index(0), 0)
+    w, scale = _decoded(
+        ring.index(0),
+        scales,
+        group_row,
+        first,
+        per_group,
+        scale,
+        GROUP,
+        KIND,
+        ZEROS,
+        dtype,
+        BN,
+        BK,
+        CODES,
+        FIRST,
+    )
+    up_w = w
+    if GATED:
+        up_w, up_scale = _decoded(
+            up_ring.index(0),
+            scales,
+            up_group_row,
+            first,
+            per_group,
+            up_scale,
+            GROUP,
+            KIND,
+            ZEROS,
+            dtype,
+            BN,
+            BK,
+            CODES,
+            FIRST,
+        )
+    for step in range(steps):
+        place = step % STAGES
+        value = x_ring.index(place).permute([1, 0])
+        product = warpgroup_mma(w, value, acc, use_acc=not GROUPED, is_async=True)
+        up_product = product
+        if GATED:
+            up_product = warpgroup_mma(up_w, value, acc_up, use_acc=not GROUPED, is_async=True)
+        after = step + 1
+        following = after % STAGES
+        mbarrier.wait(bars.index(following), after // STAGES & 1, pred=after < steps)
+        last_step = first + gl.minimum(after, steps - 1)
+        next_w, next_scale = _decoded(
+            ring.index(following),
+            scales,
+            group_row,
+            last_step,
+            per_group,
+            scale,
+            GROUP,
+            KIND,
+            ZEROS,
+            dtype,
+            BN,
+            BK,
+            CODES,
+            FIRST,
+        )
+        next_up_w, next_up_scale = next_w, next_scale
+        if GATED:
+            next_up_w, next_up_scale = _decoded(
+                up_ring.index(following),
+                scales,
+                up_group_row,
+                last_step,
+                per_group,
+                up_scale,
+                GROUP,
+                KIND,
+                ZEROS,
+                dtype,
+                BN,
+                BK,
+                CODES,
+                FIRST,
+            )
+            product, up_product = warpgroup_mma_wait(0, deps=[product, up_product])
+        else:
+            product = warpgroup_mma_wait(0, deps=[product])
+        if GROUPED:
+            acc += product * scale[:, None]
+            if GATED:
+                acc_up += up_product * up_scale[:, None]
+        else:
+            acc = product
+            if GATED:
+                acc_up = up_product
+        w, scale, up_w, up_scale = next_w, next_scale, next_up_w, next_up_scale
+        # All threads are done with this tile.
+        _barrier()
+        ahead = step + STAGES
+        more = ahead < steps
+        _ask_for_codes(
+            word_tiles, ring, up_ring, bars, row, N + row, first + ahead, place, more,
+            BYTES, WORDS, GATED,
+        )  # fmt: skip
+        _bulk_load(
+            x_tiles, [0, (first + ahead) * BK], bars.index(place), x_ring.index(place), pred=more
+        )
+    if not GROUPED:
+        acc *= (without_zero(scale) if ZEROS else scale)[:, None]
+        if GATED:
+            acc_up *= (without_zero(up_scale) if ZEROS else up_scale)[:, None]
+    # 3. Add the parts of a tile's programs.
+    result = gl.convert_layout(acc, WIDE)
+    up = result
+    if GATED:
+        up = gl.convert_layout(acc_up, WIDE)
+    last = True
+    if SPLIT > 1:
+        HALF: gl.constexpr = SPLIT * BN * ROWS
+        parts_of_tile = (
+            partials + tile.to(gl.int64) * (HALVES * HALF) + t[None, :] * BN + (n - row)[:, None]
+        )
+        gl.store(parts_of_tile + part * BN * ROWS, result)
+        if GATED:
+            gl.store(parts_of_tile + HALF + part * BN * ROWS, up)
+        _barrier()
+        last = gl.atomic_add(counters + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            gl.store(counters + tile, 0)
+            result = _sum_of(parts_of_tile, SPLIT, BN * ROWS)
+            if GATED:
+                up = _sum_of(parts_of_tile + HALF, SPLIT, BN * ROWS)
+    # 4. Scale, add and activate the result, and store it.
+    if last:
+        if PARTS:
+            result *= factor[None, :]
+        if BIAS:
+            result += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        if GATED:
+            if PARTS:
+                up *= factor[None, :]
+            if BIAS:
+                up += gl.load(bias + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+            result = gated_silu(result, up, dtype)
+        if ADD:
+            result += before.to(gl.float32)
+        rounded = result.to(dtype)
+        gl.store(places, rounded, mask=inside)
+        if NEXT:
+            wide = rounded.to(gl.float32)
+            gl.store(
+                next_weighted + t[None, :] * N + n[:, None],
+                (wide * weights[:, None]).to(dtype),
+                mask=inside,
+            )
+            parts = gl.sum(gl.where(inside, wide * wide, 0.0), 0)
+            gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
+
+
+class _Workspace:
+    """Partial sums, and counters that are zero between kernels.
+
+    There is one workspace a device, since kernels that use it follow one another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.partials = torch.empty(_MOST_PARTIALS, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+
+
+_COUNTERS = 8192
+_MOST_PARTIALS = 1 << 22
+_workspace = functools.cache(_Workspace)
+
+
+def launch(
+    x: Tensor,
+    matrix: DeviceMatrix,
+    tensors: tuple[Tensor, ...],
+    eps: float,
+    flags: tuple[int, bool, bool, bool, bool],
+    c: StreamedConfig,
+) -> None:
+    """Launch the kernel, with arguments as of kernels.products.skinny_linear_triton.launch."""
+    bias, squares, next_norm, out, weighted, sums = tensors
+    (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
+    rows, gated = padded(tokens), flags[-1]
+    tiles, words = triton.cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
+    assert c.block_k == STEP and c.block_n == 64
+    if c.split > 1:
+        sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
+        assert tiles <= _COUNTERS and sums_left <= _MOST_PARTIALS, f"{c}"
+    workspace = _workspace(x.device)
+    height, width = matrix.group
+    layout = gl.NVMMASharedLayout.get_default_for([c.block_n, words], gl.int32)
+    codes = matrix.words
+    word_tiles = TensorDescriptor(
+        codes, list(codes.shape), [codes.stride(0), 1], [c.block_n, words], layout
+    )
+    _streamed_codes[(tiles * c.split,)](
+        _tiles(x, rows, c.block_k),
+        word_tiles,
+        matrix.scales,
+        bias,
+        squares,
+        next_norm,
+        out,
+        weighted,
+        sums,
+        workspace.partials,
+        workspace.counters,
+        tokens,
+        num_outputs,
+        num_inputs,
+        eps,
+        out.stride(0),
+        matrix.kind,
+        width,
+        height,
+        matrix.zeros,
+        rows,
+        c.block_n,
+        c.block_k,
+        words,
+        c.stages,
+        c.split,
+        *flags,
+        num_warps=4,
+        **pdl(x),
+    )
