@@ -35,8 +35,11 @@ _LEAST_ROWS = 16
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
 _MOST_SPLIT = 8
-_RING_BYTES, _MOST_STAGES = 104 << 10, 12
+_RING_BYTES, _MOST_STAGES = 110 << 10, 10
 """Shared memory of a program's ring on Hopper, so that two share a processor, and its tiles."""
+_MOST_STAGES_OF_HALVES = 4
+"""Tiles of a ring of codes of 4 bits: to decode takes longer than to load, so more programs share a
+processor."""
 
 
 def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | StreamedConfig:
@@ -48,12 +51,16 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
             return CodedConfig(128, 128, num_warps=8, num_stages=3)
         return CodedConfig(_BLOCK_N, 32 if gated else 64, num_stages=2)
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
-    split = split_of(outputs, inputs, num_processors(matrix.device))
+    processors = num_processors(matrix.device)
+    split = split_of(outputs, inputs, processors)
     if _streams(matrix):
+        most = _MOST_STAGES
+        if matrix.in_word == 8:
+            most, split = _MOST_STAGES_OF_HALVES, split_of(outputs, inputs, 2 * processors, 4)
         rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
         stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
         steps = -(-inputs // STEP) // split
-        return StreamedConfig(STEP, max(2, min(_MOST_STAGES, _RING_BYTES // stage, steps)), split)
+        return StreamedConfig(STEP, max(2, min(most, _RING_BYTES // stage, steps)), split)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
     most = MAX_ROWS if large or not gated else MAX_ROWS // 2
     rows = min(most, max(_LEAST_ROWS, 1 << (tokens - 1).bit_length()))
@@ -72,11 +79,11 @@ def _streams(matrix: DeviceMatrix) -> bool:
     return simple and aligned and is_hopper(matrix.device)
 
 
-def split_of(outputs: int, inputs: int, processors: int) -> int:
+def split_of(outputs: int, inputs: int, processors: int, most: int = _MOST_SPLIT) -> int:
     """Return the number of programs that share a tile of W: enough for two a processor."""
     tiles, steps = -(-outputs // _BLOCK_N), -(-inputs // STEP)
     split = 1
-    while split < _MOST_SPLIT and 2 * split * tiles <= 2 * processors and 4 * split <= steps:
+    while split < most and 2 * split * tiles <= 2 * processors and 4 * split <= steps:
         split *= 2
     return split
 
@@ -132,7 +139,7 @@ def coded_gated_linear(x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | 
     if found is None:
         tokens = len(x.hidden if isinstance(x, Stream) else x)
         fused = rounded is not None or tokens <= _MOST_FUSED
-        found = _own(x, rounded, matrix, bias, gated=fused)
+        found = _own(x, rounded, matrix, bias, gated=fused, halves=True)
         if fused:
             return found
     return silu_mul(found)
@@ -145,16 +152,21 @@ def _own(
     bias: Tensor | None,
     *,
     gated: bool,
+    halves: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the product by our own kernels, with the activation if gated."""
+    """Return the product by our own kernels, with the activation if gated.
+
+    halves: whether the matrix is a gate's over another, and is split as for gated products, so that
+    sums have the same order with and without the activation.
+    """
     hidden = x.hidden if isinstance(x, Stream) else x
     if rounded is not None:
         if out is None:
             out = hidden.new_empty(len(hidden), matrix.shape[0] // (1 + gated))
         return scaled_product(rounded, matrix, bias, out, gated=gated)
     given = x if len(hidden) <= MAX_ROWS else normed(x)
-    config = choose(len(hidden), matrix, gated)
+    config = choose(len(hidden), matrix, halves)
     return own_linear(given, matrix, bias, gated=gated, config=config, out=out)
 
 
