@@ -17,7 +17,6 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -26,6 +25,7 @@ from sidestep.frontend.replicas.continuation import continued
 from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.engine_client import Channel, EngineClient
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
+from sidestep.frontend.replicas.sent_requests import Sent, SentRequests
 from sidestep.frontend.replicas.stall_watch import StallWatch
 from sidestep.frontend.routing.router import RoutedRequest, Router
 from sidestep.ipc.common import registry
@@ -53,20 +53,6 @@ They run already, but one of them may have died.
 """
 _MOST_DEATHS = 2
 """Number of deaths of its replicas at which a request ends."""
-
-
-@dataclass(slots=True, eq=False)
-class _Sent:
-    """A request that has not ended, with all its choices."""
-
-    message: AddRequest
-    replica: int
-    live: set[int]
-    """Handles of its choices that have not ended."""
-    has_run: bool = False
-    """Whether the replica has begun to compute it."""
-    num_deaths: int = 0
-    """Number of replicas that have died while it ran on them."""
 
 
 class ReplicaSet(CoreQuestions):
@@ -105,13 +91,12 @@ class ReplicaSet(CoreQuestions):
         }
         self._error: EngineDeadError | None = None
         self._router: Router | None = None
-        self._sent: dict[int, _Sent] = {}
-        """The requests in flight by the handle of each choice."""
+        self._sent = SentRequests()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
         self._watch = StallWatch(
-            lambda replica: self._clients[replica].ping(), self._busy, self._on_stall
+            lambda replica: self._clients[replica].ping(), lambda: self._sent.busy, self._on_stall
         )
 
     def __repr__(self) -> str:
@@ -257,9 +242,9 @@ class ReplicaSet(CoreQuestions):
         Nothing happens once all replicas are dead or the set is closed.
         """
         num = message.sampling.n if message.beam_search is None else 1
-        self._send(_Sent(message, -1, set(range(message.handle, message.handle + num))))
+        self._send(Sent(message, set(range(message.handle, message.handle + num))))
 
-    def _send(self, sent: _Sent) -> None:
+    def _send(self, sent: Sent) -> None:
         if not self._alive or self._closed:
             return
         assert self._router is not None, "wait_ready() comes first"
@@ -273,7 +258,7 @@ class ReplicaSet(CoreQuestions):
                 message.num_public_tokens,
             )
         )
-        self._sent |= dict.fromkeys(sent.live, sent)
+        self._sent.put(sent)
         if self._loop is not None:
             self._watch.wake(self._loop)
         client = self._clients[sent.replica]
@@ -293,11 +278,9 @@ class ReplicaSet(CoreQuestions):
             client.send(AbortRequests(client=client.client, handles=ended))
 
     def _ended(self, handle: int) -> None:
-        sent = self._sent.pop(handle, None)
-        if sent is not None:
-            sent.live.remove(handle)
-            if not sent.live and self._router is not None:
-                self._router.finished(sent.message.handle)
+        sent = self._sent.end(handle)
+        if sent is not None and not sent.live and self._router is not None:
+            self._router.finished(sent.message.handle)
 
     # Messages from the replicas.
 
@@ -325,16 +308,8 @@ class ReplicaSet(CoreQuestions):
         logger.error("%s; its requests go on elsewhere", self.named(replica, cause))
         if self._router is not None:
             self._router.dead(replica)
-        lost = {id(sent): sent for sent in self._sent.values() if sent.replica == replica}
-        for sent in lost.values():
-            for handle in sent.live:
-                del self._sent[handle]
-        for sent in lost.values():
+        for sent in self._sent.take(replica):
             self._move(sent, EngineDeadError(self.named(replica, cause)))
-
-    def _busy(self) -> set[int]:
-        """Return the replicas that have requests in flight."""
-        return {sent.replica for sent in self._sent.values()}
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""
@@ -346,7 +321,7 @@ class ReplicaSet(CoreQuestions):
             logger.error(self.named(replica, reason))
             self._router.suspend(replica)
 
-    def _move(self, sent: _Sent, error: EngineDeadError) -> None:
+    def _move(self, sent: Sent, error: EngineDeadError) -> None:
         """Let another replica continue a request whose replica has died."""
         tokens = {
             h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None
@@ -359,7 +334,7 @@ class ReplicaSet(CoreQuestions):
             )
             return
         for message, live in continued(sent.message, tokens):
-            self._send(_Sent(message, -1, live, num_deaths=num_deaths))
+            self._send(Sent(message, live, num_deaths=num_deaths))
 
     def _die(self) -> None:
         if self._size == 1:

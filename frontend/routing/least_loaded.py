@@ -18,6 +18,11 @@ class LeastLoadedRouter(Router):
         self._turns = dict.fromkeys(num_blocks, 0)
         self._turn = 0
 
+    def back(self, replica: int, num_blocks: int) -> None:
+        """Add a replica that has been started again, as the one that has waited longest."""
+        super().back(replica, num_blocks)
+        self._turns[replica] = 0
+
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
         candidates = self.candidates
         replica = min(candidates, key=lambda r: (candidates[r], self._turns[r]))

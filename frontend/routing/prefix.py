@@ -53,6 +53,12 @@ class PrefixRouter(Router):
         super().dead(replica)
         del self._seen[replica], self._sent[replica]
 
+    def back(self, replica: int, num_blocks: int) -> None:
+        """Add a replica that has been started again, and knows no block."""
+        super().back(replica, num_blocks)
+        self._seen[replica] = SeenBlocks(num_blocks)
+        self._sent[replica] = 0.0
+
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:
         size = self._block_size
         hashes = block_hashes(

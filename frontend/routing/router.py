@@ -40,7 +40,7 @@ class RoutedRequest:
 class Router(abc.ABC):
     """The base of routers, which spread requests over the live replicas.
 
-    One replica must be alive when `choose` is called.
+    One replica must be alive when `choose` is called. A replica that has died may come `back`.
     """
 
     def __init__(self, num_blocks: Mapping[int, int], block_size: int) -> None:
@@ -103,6 +103,13 @@ class Router(abc.ABC):
         self._suspended.discard(replica)
         for handle in [h for h, (at, _) in self._in_flight.items() if at == replica]:
             del self._in_flight[handle]
+
+    def back(self, replica: int, num_blocks: int) -> None:
+        """Add a replica that has been started again: it is idle, and its cache is empty.
+
+        num_blocks: the number of KV blocks that it has now.
+        """
+        self._loads[replica] = 0
 
     @abc.abstractmethod
     def _pick(self, request: RoutedRequest) -> tuple[int, int]:

@@ -44,10 +44,11 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
-    """Test the conformance of a router to any order of requests, ends and deaths."""
+    """Test the conformance of a router to any order of requests, ends, deaths and returns."""
     rng = random.Random(7)
     for trial in range(20):
-        router, alive = make(4), [0, 1, 2, 3]
+        router, alive, dead = make(4), [0, 1, 2, 3], list[int]()
+        num_deaths = 0
         live: dict[int, int] = {}
         taken: Counter[int] = Counter()
         for handle in range(400):
@@ -71,17 +72,37 @@ def test_each_router_keeps_its_books_and_its_replicas_even(make: Make) -> None:
             if len(alive) > 1 and rng.random() < 0.005:
                 gone = alive.pop(rng.randrange(len(alive)))
                 router.dead(gone)
+                dead.append(gone)
+                num_deaths += 1
                 # The dead replica's requests go elsewhere, under the same handles.
                 for lost in [h for h, r in live.items() if r == gone]:
                     live[lost] = router.choose(routed(lost, [1, 2, 3]))
                     assert live[lost] in alive
+            elif dead and rng.random() < 0.02:
+                alive.append(dead.pop())
+                router.back(alive[-1], 400)
             assert set(router.loads) == set(alive)
             assert all((load > 0) == (r in live.values()) for r, load in router.loads.items())
-        if len(alive) == 4:
+        if not num_deaths:
             assert max(taken.values()) < 1.5 * 400 / 4, f"trial {trial}: {taken}"
         for handle in list(live):
             router.finished(handle)
         assert set(router.loads.values()) == {0}
+
+
+def test_each_router_uses_a_replica_that_is_back(make: Make) -> None:
+    router = make(2)
+    for handle in range(20):
+        router.choose(routed(handle, [handle] * 40))
+    router.dead(1)
+    router.back(1, 500)
+    assert router.loads[1] == 0
+    taken = [router.choose(routed(100 + i, [100 + i] * 40)) for i in range(6)]
+    assert 1 in taken
+    router.dead(0)
+    router.dead(1)
+    router.back(0, 500)
+    assert router.choose(routed(200, [1] * 40)) == 0
 
 
 def test_each_router_passes_over_suspended_replicas_while_another_is_there(make: Make) -> None:
