@@ -30,22 +30,27 @@ _LONGEST_WAIT_S = 3600.0
 some weeks."""
 
 
-def main(args: CoreArgs, executor: Executor) -> None:
+def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> None:
     """Run the process from the moment when its workers start.
 
     Whatever ends the process, it tells its frontends the reason, and the exit status is not 0.
+    obstacle: the reason why the workers have not been launched.
     """
     channel = CoreChannel(args.clients)
     try:
-        core, ready = start(args.config, executor)
-        channel.broadcast(ready)
-        freeze_heap()
-        run(core, channel, ready)
+        if obstacle is None:
+            core, ready = start(args.config, executor)
+            channel.broadcast(ready)
+            freeze_heap()
+            run(core, channel, ready)
+        else:
+            channel.broadcast(obstacle)
     except (EngineStartError, EngineDeadError) as error:
         channel.broadcast(Dead(cause=str(error)))
     except BaseException as error:
         traceback.print_exc()
-        channel.broadcast(Dead(cause=f"engine core failed: {type(error).__name__}: {error}"))
+        cause = f"engine core failed: {type(error).__name__}: {error}"
+        channel.broadcast(Dead(cause=cause, origin="core"))
     channel.close()
     executor.shutdown()
     sys.exit(1)

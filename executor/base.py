@@ -45,6 +45,13 @@ class Executor(abc.ABC):
     raises EngineDeadError, which names the cause, from every later call.
     """
 
+    def what_devices_need(self) -> str | None:
+        """Return what must be done before the devices can be used again; None if nothing.
+
+        Called before `launch`, after the death of the workers that used the devices.
+        """
+        return None
+
     @abc.abstractmethod
     def launch(self) -> None:
         """Begin to start the workers, and return at once."""

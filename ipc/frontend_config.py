@@ -47,9 +47,20 @@ class FrontendConfig(Options):
         choices=tuple(ROUTERS),
     )
 
+    restart_limit: int = option(
+        3,
+        "Most times in 10 minutes that a replica is started again after the death of one of its "
+        "processes; its requests wait, and go on. After that it stays dead. 0: never.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
             self.seed is None or self.seed >= 0, "seed", f"must be at least 0, not {self.seed!r}"
+        )
+        require(
+            self.restart_limit >= 0,
+            "restart_limit",
+            f"must be at least 0, not {self.restart_limit!r}",
         )
         require_positive(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")

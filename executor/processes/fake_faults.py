@@ -26,7 +26,7 @@ class PlannedFaultError(Exception):
 def faults_of(args: WorkerArgs) -> tuple[Fault, ...]:
     """Return the faults that a rank must make; none without a plan."""
     given = args.parallel.fake_faults
-    return () if given is None else FaultPlan.of(given).of_rank(args.replica, args.rank)
+    return () if given is None else FaultPlan.of(given).of_rank(args.replica, args.rank, args.start)
 
 
 class FaultyRunner(Runner):

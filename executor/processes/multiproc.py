@@ -47,9 +47,11 @@ _PATIENCE_S = 0.5
 class MultiprocExecutor(Executor):
     """Runs each rank in a process of its own."""
 
-    def __init__(self, config: EngineConfig, replica: int = 0) -> None:
+    def __init__(self, config: EngineConfig, replica: int = 0, start: int = 0) -> None:
+        """Start nothing yet. start: number of times that the replica has been started before."""
         self._config = config
         self._replica = replica
+        self._start = start
         self._world = config.parallel.num_ranks
         self._children: list[Child] = []
         self._replies: list[RingReader] = []
@@ -196,6 +198,7 @@ class MultiprocExecutor(Executor):
         return WorkerArgs(
             rank=rank,
             replica=self._replica,
+            start=self._start,
             spec=config.spec,
             model=config.model,
             cache=config.cache,

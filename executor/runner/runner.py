@@ -34,6 +34,8 @@ class WorkerArgs:
     max_model_len: int
     replica: int = 0
     """Index of the data-parallel replica; its GPUs follow those of the replicas before it."""
+    start: int = 0
+    """Number of times that the replica has been started before."""
     rendezvous: str | None = None
     """A file where torch.distributed's ranks meet; None with one rank."""
     compiled: int | None = None

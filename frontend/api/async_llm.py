@@ -16,6 +16,7 @@ from sidestep.frontend.api.request_checks import check_priority, check_queue, ch
 from sidestep.frontend.api.startup import (
     load_tokenizer,
     open_channels,
+    open_line,
     seed_of_frontend,
     warn_of_shorter_length,
 )
@@ -64,7 +65,11 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
         self._replicas = ReplicaSet(
-            config, self._outputs, open_channels(config, invitation), joins=invitation is not None
+            config,
+            self._outputs,
+            open_channels(config, invitation),
+            line=open_line(invitation),
+            dead=invitation.dead if invitation is not None else None,
         )
         self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
@@ -117,10 +122,10 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
 
     async def invite(self) -> str:
         """Return a text with which one further program can `join` this engine."""
-        self._replicas.attach()
+        await self._replicas.wait_serving()
         addresses = {replica: new_address() for replica in self._replicas.alive}
         self._invited += addresses.values()
-        return Invitation(await self._replicas.seats(addresses), self._config).encode()
+        return (await self._replicas.invite(addresses)).encode()
 
     def __repr__(self) -> str:
         state = (

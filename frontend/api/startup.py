@@ -10,6 +10,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.channels import FrontendChannel
+from sidestep.ipc.transport.owner_line import GuestEnd
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,14 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
     return tokenizer
+
+
+def open_line(invitation: Invitation | None) -> GuestEnd | None:
+    """Return the line to the owner of an engine that this frontend joins.
+
+    Raises EngineStartError if the owner has ended.
+    """
+    return None if invitation is None else GuestEnd(invitation.line)
 
 
 def open_channels(

@@ -28,12 +28,17 @@ class CoreQuestions(abc.ABC):
     _clients: dict[int, EngineClient]
     _alive: list[int]
     _dead: dict[int, str]
+    _restarting: dict[int, str]
     _size: int
     _watch: StallWatch
 
     @abc.abstractmethod
     def attach(self) -> None:
         """Bind the engine to the running event loop; see ReplicaSet."""
+
+    @abc.abstractmethod
+    async def wait_serving(self) -> None:
+        """Return when a replica serves; see ReplicaSet."""
 
     @property
     def alive(self) -> Sequence[int]:
@@ -49,6 +54,10 @@ class CoreQuestions(abc.ABC):
         """Return the text, after the replica's number if there are several replicas."""
         return text if self._size == 1 else f"replica {replica}: {text}"
 
+    def starting(self, replica: int, cause: str) -> str:
+        """Return what to say of a replica that is being started again."""
+        return self.named(replica, f"the engine is being started again: {cause}")
+
     async def ask(self, replica: int, method: str, *, since: int = 0, timeout_s: float) -> Answer:
         """Ask the busy loop of one replica.
 
@@ -58,6 +67,8 @@ class CoreQuestions(abc.ABC):
         self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
+        if (cause := self._restarting.get(replica)) is not None:
+            raise EngineStalledError(self.starting(replica, cause))
         if replica not in self._dead:
             try:
                 return await self._clients[replica].ask(method, since=since, timeout_s=timeout_s)
@@ -66,7 +77,7 @@ class CoreQuestions(abc.ABC):
                     self.named(replica, f"the engine core has not answered for {timeout_s:g} s")
                 ) from None
             except EngineDeadError:
-                if replica not in self._dead:  # it has been shut down
+                if replica not in self._dead:  # it has been shut down, or is being started again
                     raise
         raise EngineDeadError(self.named(replica, self._dead[replica]))
 
@@ -75,10 +86,10 @@ class CoreQuestions(abc.ABC):
     ) -> dict[int, Answer]:
         """Ask the busy loops of all live replicas, and return their answers by replica.
 
-        A replica that dies meanwhile is left out. Raises EngineDeadError if all have died;
-        TimeoutError, which names the replica.
+        The call waits until a replica serves. A replica that dies meanwhile is left out. Raises
+        EngineDeadError if all have died; TimeoutError, which names the replica.
         """
-        self.attach()
+        await self.wait_serving()
         asked = self._alive.copy()
         answers = await asyncio.gather(
             *(
@@ -107,11 +118,12 @@ class CoreQuestions(abc.ABC):
     ) -> dict[int, list[CallResult]]:
         """Call the workers of all live replicas, and return what each rank answers, by replica.
 
-        A replica that dies meanwhile is left out. wait_s: seconds for which a call that awaits the
-        end of all requests waits for it. Raises EngineDeadError if all have died; WorkerCallError,
-        which names the replicas, when all have answered.
+        The call waits until a replica serves. A replica that dies meanwhile is left out. wait_s:
+        seconds for which a call that awaits the end of all requests waits for it. Raises
+        EngineDeadError if all have died; WorkerCallError, which names the replicas, when all have
+        answered.
         """
-        self.attach()
+        await self.wait_serving()
         asked = self._alive.copy()
         answers = await asyncio.gather(
             *(self._clients[replica].call_workers(call, wait_s) for replica in asked),
@@ -148,9 +160,9 @@ class CoreQuestions(abc.ABC):
     ) -> dict[int, Answer]:
         """Ask the busy loops of all live replicas, and return the answers that came in time.
 
-        The answers are by replica. After the first good answer the others have `_SPARE_S` seconds,
-        so one replica that hangs delays no call for longer. Raises EngineDeadError if all have
-        died.
+        The answers are by replica; none while no replica serves. After the first good answer the
+        others have `_SPARE_S` seconds, so one replica that hangs delays no call for longer. Raises
+        EngineDeadError if all have died.
         """
         self.attach()
         loop = asyncio.get_running_loop()

@@ -1,6 +1,7 @@
 """The frontend's connection to one engine core: it starts the core and notices the core's death.
 
-An engine has one client for each replica; see replica_set.py. One callback of the event loop
+An engine has one client for each replica; see replica_set.py. A core that is started again gets a
+new client, so nothing of the old one can be taken for the new one's. One callback of the event loop
 handles the messages from the core, and reads all that have arrived. The loop is the one that first
 uses the engine: the engine itself can be started outside any loop.
 """
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from sidestep.ipc.common.errors import (
     EngineDeadError,
@@ -21,7 +23,7 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
 from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.channels import Broken
@@ -41,10 +43,23 @@ from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 logger = logging.getLogger(__name__)
 
-_OWNER = 0
+OWNER = 0
 """Number of the frontend that starts the core; other frontends join."""
 _JOIN_S = 60.0
 """Seconds that a core may take to answer a frontend that joins."""
+
+
+Origin = Literal["core", "worker", "message", "start"]
+"""Where a death began: in a process, with a message, or before the core served."""
+
+
+class Death(NamedTuple):
+    """The death of a core."""
+
+    cause: str
+    origin: Origin = "core"
+    is_final: bool = False
+    """Whether starting it again would be useless."""
 
 
 class Channel(Protocol):
@@ -90,19 +105,23 @@ class EngineClient:
         self,
         channel: Channel,
         on_outputs: Callable[[Outputs, bool], None],
-        on_death: Callable[[EngineDeadError], None],
-        client: int = _OWNER,
+        on_death: Callable[[Death], None],
+        client: int = OWNER,
+        on_ready: Callable[[Ready], None] | None = None,
     ) -> None:
         """Use a channel, without a core yet.
 
         on_outputs: takes a step's tokens, and whether another step's tokens follow at once. client:
-        this frontend's number at the core.
+        this frontend's number at the core. on_ready: called when the core serves, unless
+        `poll_ready` has said it.
         """
         self.client = client
         self._dead_error: EngineDeadError | None = None
         self._channel = channel
         self._on_outputs = on_outputs
         self._on_death = on_death
+        self._on_ready = on_ready
+        self._has_served = False
         self._core: Child | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
@@ -113,12 +132,17 @@ class EngineClient:
 
     # Starting and ending.
 
-    def start_core(self, config: EngineConfig, replica: int = 0) -> None:
-        """Start the core's process and return at once."""
+    def start_core(
+        self, config: EngineConfig, replica: int = 0, again: StartAgain | None = None
+    ) -> None:
+        """Start the core's process and return at once.
+
+        again: what it needs to take the place of a core that has died.
+        """
         self._core = spawn(
             "engine core",
             "sidestep.engine_core.entry:main",
-            CoreArgs(config=config, clients=(self._channel.address,), replica=replica),
+            CoreArgs(config=config, clients=(self._channel.address,), replica=replica, again=again),
             log_config=config.logs,
             remove=(self._channel.address.folder,),
         )
@@ -132,6 +156,7 @@ class EngineClient:
             self._joined_by = time.monotonic() + _JOIN_S
         message = self._channel.wait_message(timeout_s)
         if isinstance(message, Ready):
+            self._has_served = True
             self._channel.seal()
             return message
         if isinstance(message, Dead | Broken):
@@ -145,15 +170,33 @@ class EngineClient:
 
     def close(self) -> None:
         """End the core; may be called twice."""
+        if self._core is not None and not (self._closed and self._core.wait(0)):
+            self._core.stop()
+        self._leave()
+
+    def retire(self) -> None:
+        """Close the connection to a core that has died, and let what is left of it end.
+
+        Does not wait for that; `close` does.
+        """
+        if self._core is not None:
+            self._core.let_go()
+            threading.Thread(target=self._core.stop, name="end a core", daemon=True).start()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._closed:
             return
         self._closed = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._channel.fileno())
             self._loop.remove_reader(self._channel.gone_fileno())
-        if self._core is not None:
-            self._core.stop()
         self._channel.close()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no process of a client that is retired is left to this process."""
+        return self._core is None or self._core.wait(0)
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -309,10 +352,18 @@ class EngineClient:
                 future = self._calls.get(message.call_id)
                 if future is not None and not future.done():
                     future.set_result(message)
+            elif isinstance(message, Ready):
+                self._serves(message)
             elif isinstance(message, Dead):
-                self._die(message.cause)
+                self._die(message.cause, message.origin, message.is_final)
             elif isinstance(message, Broken):
                 self._break_off(message.cause)
+
+    def _serves(self, ready: Ready) -> None:
+        self._has_served = True
+        self._channel.seal()
+        if self._on_ready is not None:
+            self._on_ready(ready)
 
     def _take_outputs(self, outputs: Outputs, more: bool) -> None:
         try:
@@ -327,7 +378,7 @@ class EngineClient:
         The process that started the core ends it. At any other's core this frontend's requests end
         when the connection does.
         """
-        self._die(cause)
+        self._die(cause, "message")
         if self._core is not None:
             self._core.let_go()  # `close`, which waits for its end, comes later
         else:
@@ -346,11 +397,11 @@ class EngineClient:
 
     def _core_ended(self, cause: str) -> None:
         self._on_readable()  # its last messages have more details than its exit status
-        self._die(cause)
+        self._die(cause, "core")
 
-    def _die(self, cause: str) -> None:
+    def _die(self, cause: str, origin: Origin, is_final: bool = False) -> None:
         if self._dead_error is not None or self._closed:
             return
         self._dead_error = EngineDeadError(cause)
         self.fail_calls(self._dead_error)
-        self._on_death(self._dead_error)
+        self._on_death(Death(cause, origin if self._has_served else "start", is_final))

@@ -3,11 +3,12 @@
 Each replica is an engine core with its workers. Handles are this frontend's and unique over all
 replicas, so the receiver of outputs need not know which replica sent them.
 
-When a replica dies, its last messages are read first. Then each of its requests goes to another
-replica, with the tokens that it has produced. It enters there as a preempted request enters again,
-so its reader sees a pause and the same tokens. After that, every message of the dead replica is
-ignored. A request that was running on `_MOST_DEATHS` replicas when they died ends with the error
-instead. It may be the cause of the deaths, and must not end all replicas.
+When a replica dies, its last messages are read first, and it begins to be started again (see
+supervisor.py). Each of its requests goes to another replica, with the tokens that it has produced
+(dispatcher.py). It enters there as a preempted request enters again, so its reader sees a pause and
+the same tokens. Where no replica serves, requests wait for the first that does, and so do new ones.
+After a death, every message of the dead core is ignored. A request that was running at two deaths
+ends with the error instead. It may be the cause of the deaths, and must not end all replicas.
 """
 
 from __future__ import annotations
@@ -16,31 +17,34 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping
-
-import msgspec
+from collections.abc import Callable, Iterable, Mapping
 
 from sidestep.frontend.output.output_processor import OutputProcessor
-from sidestep.frontend.replicas.continuation import continued
 from sidestep.frontend.replicas.core_questions import CoreQuestions
-from sidestep.frontend.replicas.engine_client import Channel, EngineClient
+from sidestep.frontend.replicas.dispatcher import Dispatcher
+from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
+from sidestep.frontend.replicas.guests import Guests
+from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
-from sidestep.frontend.replicas.sent_requests import Sent, SentRequests
 from sidestep.frontend.replicas.stall_watch import StallWatch
-from sidestep.frontend.routing.router import RoutedRequest, Router
+from sidestep.frontend.replicas.supervisor import GuestSupervisor, OwnSupervisor, Supervisor
+from sidestep.frontend.routing.router import Router
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStartError,
+    SidestepError,
 )
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.core_args import ClientAddress, Invitation
 from sidestep.ipc.processes.forking import Home
+from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
-    AbortRequests,
     AddRequest,
     Outputs,
     Ready,
 )
+from sidestep.ipc.transport.owner_line import GuestEnd
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,6 @@ _OTHERS_S = 5.0
 
 They run already, but one of them may have died.
 """
-_MOST_DEATHS = 2
-"""Number of deaths of its replicas at which a request ends."""
 
 
 class ReplicaSet(CoreQuestions):
@@ -67,50 +69,67 @@ class ReplicaSet(CoreQuestions):
         outputs: OutputProcessor,
         channels: Mapping[int, tuple[Channel, int]],
         *,
-        joins: bool = False,
+        line: GuestEnd | None = None,
+        dead: Mapping[int, str] | None = None,
+        open_channel: Callable[[], Channel] = FrontendChannel,
     ) -> None:
         """Make the clients of the replicas, without starting any.
 
         outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
-        each with this frontend's number there. joins: another frontend owns the engine.
+        each with this frontend's number there. line: the line to the owner of the engine, if
+        another frontend owns it. dead: the replicas that stay dead, each with the cause.
+        open_channel: makes the channel to a core that is started again.
         """
         self.home = Home()
         self._config = config
         self._outputs = outputs
-        self._joins = joins
+        self._joins = line is not None
         self._size = config.parallel.data_parallel_size
         self._clients = {
             replica: self._make_client(replica, *channel) for replica, channel in channels.items()
         }
         self._ready: dict[int, Ready] = {}
         self._alive: list[int] = []
-        self._dead = {
+        self._dead = dict(dead or {})
+        self._restarting = {
             replica: "had died before this frontend joined"
             for replica in range(self._size)
-            if replica not in channels
+            if replica not in channels and replica not in self._dead
         }
+        self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead)
+        self._supervisor: Supervisor = (
+            OwnSupervisor(config, self, self._guests, open_channel)
+            if line is None
+            else GuestSupervisor(config, self, line)
+        )
+        self.counts = RecoveryCounts()
         self._error: EngineDeadError | None = None
-        self._router: Router | None = None
-        self._sent = SentRequests()
+        self._dispatcher: Dispatcher | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._retired: list[EngineClient] = []
+        """The clients of cores that have died, whose processes may still be ending."""
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
+        """Those who wait for a change of `_alive` or of the engine's death."""
         self._watch = StallWatch(
-            lambda replica: self._clients[replica].ping(), lambda: self._sent.busy, self._on_stall
+            lambda replica: self._clients[replica].ping(),
+            lambda: self._requests.busy,
+            self._on_stall,
         )
 
     def __repr__(self) -> str:
         return (
             f"ReplicaSet({len(self._alive)} of {self._size} live, "
-            f"{len(self._sent)} choices in flight)"
+            f"{len(self._dispatcher or ())} choices in flight)"
         )
 
     def _make_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
         return EngineClient(
             channel,
             lambda outputs, more: self._on_outputs(replica, outputs, more),
-            lambda error: self._on_death(replica, str(error)),
+            lambda death: self.died(replica, death),
             client,
+            lambda ready: self._on_ready(replica, ready),
         )
 
     # Starting and ending.
@@ -126,31 +145,44 @@ class ReplicaSet(CoreQuestions):
         Raises EngineStartError with the cause if one cannot. A frontend that joins does without the
         replicas that have died meanwhile.
         """
-        waiting, failed, until = dict(self._clients), list[EngineStartError](), math.inf
-        while waiting and time.monotonic() < until:
-            for replica, client in list(waiting.items()):
+        failed, until = list[EngineStartError](), math.inf
+        while (waiting := self._clients.keys() - self._ready.keys() - self._dead.keys()) and (
+            time.monotonic() < until
+        ):
+            for replica in sorted(waiting):
                 try:
-                    ready = client.poll_ready(_POLL_S / len(waiting))
+                    ready = self._clients[replica].poll_ready(_POLL_S / len(waiting))
                 except EngineStartError as error:
                     failed.append(EngineStartError(self.named(replica, str(error))))
                     if not self._joins:
                         raise failed[0] from None
-                    self._dead[replica] = str(error)
-                    del waiting[replica]
+                    self._not_there(replica, str(error))
                     continue
                 if ready is not None:
                     self._ready[replica] = ready
-                    del waiting[replica]
                     until = time.monotonic() + _OTHERS_S if self._joins else math.inf
-        self._dead |= dict.fromkeys(waiting, "has not answered when this frontend joined")
+            self._supervisor.take_news()
+        for replica in waiting:
+            self._not_there(replica, "has not answered when this frontend joined")
         if not self._ready:
-            raise failed[0]
+            raise failed[0] if failed else EngineStartError(str(self._all_dead()))
         self._alive = sorted(self._ready)
-        self._router = self._make_router()
+        self._dispatcher = Dispatcher(
+            self._make_router(), self._clients, self._outputs, self.counts
+        )
+
+    def _not_there(self, replica: int, cause: str) -> None:
+        """Note that a replica does not serve this frontend, which has just joined."""
+        may_return = self._supervisor.restart(replica, Death(cause), None) is None
+        if may_return and replica not in self._restarting:
+            self._restarting[replica] = cause
+        else:
+            self._restarting.pop(replica, None)
+            self._dead[replica] = cause
 
     def _make_router(self) -> Router:
         name = self._config.frontend.routing
-        if len(self._alive) == 1:
+        if self._size == 1:
             name = "round_robin"  # there is nothing to weigh
         elif name == "prefix" and not self._config.cache.enable_prefix_caching:
             name = "least_loaded"
@@ -164,6 +196,9 @@ class ReplicaSet(CoreQuestions):
         """End the engine; may be called twice."""
         self._closed = True
         self._watch.stop()
+        self._supervisor.close()
+        for client in self._retired:
+            client.close()
         for client in self._clients.values():
             client.close()
 
@@ -173,7 +208,11 @@ class ReplicaSet(CoreQuestions):
         stalled = self._watch.stalled
         return [
             ReplicaStatus(
-                replica, self._ready.get(replica), self._dead.get(replica), stalled.get(replica)
+                replica,
+                self._ready.get(replica),
+                self._dead.get(replica),
+                stalled.get(replica),
+                self._restarting.get(replica),
             )
             for replica in range(self._size)
         ]
@@ -190,24 +229,59 @@ class ReplicaSet(CoreQuestions):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        """The cause of the engine's death, if none of its replicas lives."""
-        for replica in self._alive.copy():
+        """The cause of the engine's death, if no replica lives or is being started again."""
+        for replica in self._living:
             if (error := self._clients[replica].dead_error) is not None:
-                self._on_death(replica, str(error))
+                self.died(replica, Death(str(error)))
         return self._error
+
+    @property
+    def _living(self) -> list[int]:
+        """The replicas that serve, and those whose new core is starting."""
+        return [*self._alive, *(r for r in self._restarting if r in self._clients)]
 
     async def wait_dead(self) -> EngineDeadError:
         """Return the cause when the engine has died; never return after a close."""
         if not self._closed and self.dead_error is None:
             self.attach()
         while (error := self.dead_error) is None:
-            watcher = asyncio.get_running_loop().create_future()
-            self._watchers.add(watcher)
-            try:
-                await watcher
-            finally:
-                self._watchers.discard(watcher)
+            await self._change()
         return error
+
+    async def wait_serving(self) -> None:
+        """Return when a replica serves. Raises EngineDeadError if none does any more."""
+        self.attach()
+        while not self._alive:
+            await self._change()
+            self.attach()
+
+    async def _change(self) -> None:
+        """Wait until a replica serves again, or the engine has died."""
+        watcher = asyncio.get_running_loop().create_future()
+        self._watchers.add(watcher)
+        try:
+            await watcher
+        finally:
+            self._watchers.discard(watcher)
+
+    def _tell_watchers(self) -> None:
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    # Other frontends.
+
+    async def invite(self, addresses: Mapping[int, ClientAddress]) -> Invitation:
+        """Return an invitation for a program that will listen at these addresses, by replica.
+
+        Raises EngineDeadError.
+        """
+        seats = await self.seats(addresses)
+        line = self._guests.invite(seat.replica for seat in seats)
+        return Invitation(seats, self._config, line, self._dead)
+
+    async def _connect(self, replica: int, address: ClientAddress) -> int:
+        return await self._clients[replica].connect(address)
 
     # Requests.
 
@@ -226,125 +300,147 @@ class ReplicaSet(CoreQuestions):
         loop = asyncio.get_running_loop()
         if self._loop is loop:
             return
-        for replica in self._alive.copy():
-            try:
-                self._clients[replica].attach()
-            except EngineDeadError as error:
-                self._on_death(replica, str(error))
+        before, self._loop = self._loop, loop
+        try:
+            for replica in self._living:
+                self.attach_client(replica)
+        except SidestepError:
+            self._loop = before
+            raise
         if self._error is not None:
             raise EngineDeadError(*self._error.args)
         self._watch.stop()
-        self._loop = loop
+        self._supervisor.attach(loop)
+
+    def attach_client(self, replica: int) -> None:
+        """Bind the client of a replica to the event loop, if that runs."""
+        if self._loop is None or not self._loop.is_running():
+            return  # `attach` comes later
+        try:
+            self._clients[replica].attach()
+        except EngineDeadError as error:
+            self.died(replica, Death(str(error)))
 
     def add(self, message: AddRequest) -> None:
         """Send a request to the replica that the router chooses.
 
-        Nothing happens once all replicas are dead or the set is closed.
+        It waits while no replica serves. Nothing happens once all replicas are dead or the set is
+        closed.
         """
-        num = message.sampling.n if message.beam_search is None else 1
-        self._send(Sent(message, set(range(message.handle, message.handle + num))))
-
-    def _send(self, sent: Sent) -> None:
-        if not self._alive or self._closed:
+        if self._closed or self._error is not None:
             return
-        assert self._router is not None, "wait_ready() comes first"
-        message, beams = sent.message, sent.message.beam_search
-        sent.replica = self._router.choose(
-            RoutedRequest(
-                message.handle,
-                message.prompt_token_ids + message.output_token_ids,
-                message.sampling.n if beams is None else beams.beam_width,
-                message.cache_salt,
-                message.num_public_tokens,
-            )
-        )
-        self._sent.put(sent)
+        self._requests.add(message)
         if self._loop is not None:
             self._watch.wake(self._loop)
-        client = self._clients[sent.replica]
-        if message.client != client.client:
-            message = msgspec.structs.replace(message, client=client.client)
-        client.send(message)
 
     def abort(self, handles: Iterable[int]) -> None:
         """End requests on the replicas where they run; unknown handles have ended already."""
-        at: dict[int, list[int]] = {}
-        for handle in handles:
-            if (sent := self._sent.get(handle)) is not None:
-                at.setdefault(sent.replica, []).append(handle)
-                self._ended(handle)
-        for replica, ended in at.items():
-            client = self._clients[replica]
-            client.send(AbortRequests(client=client.client, handles=ended))
+        if self._dispatcher is not None:
+            self._dispatcher.abort(handles)
 
-    def _ended(self, handle: int) -> None:
-        sent = self._sent.end(handle)
-        if sent is not None and not sent.live and self._router is not None:
-            self._router.finished(sent.message.handle)
+    @property
+    def _requests(self) -> Dispatcher:
+        assert self._dispatcher is not None, "wait_ready() comes first"
+        return self._dispatcher
 
     # Messages from the replicas.
 
     def _on_outputs(self, replica: int, outputs: Outputs, more: bool) -> None:
-        if replica in self._dead:
+        if replica not in self._alive:
             return  # its requests have continued from the tokens that came before its death
         if outputs.handles or outputs.pooled:
             self._watch.told_tokens(replica)
-        for started in outputs.started:
-            if (sent := self._sent.get(started.handle)) is not None:
-                sent.has_run = True
-        for finished in outputs.finished:
-            self._ended(finished.handle)
+        self._requests.take(outputs)
         self._outputs.handle(outputs, more)
 
-    def _on_death(self, replica: int, cause: str) -> None:
-        if replica not in self._alive:
+    def _on_ready(self, replica: int, ready: Ready) -> None:
+        """Use a replica that serves again; its cache is empty."""
+        if self._restarting.pop(replica, None) is None or self._closed:
             return
-        self._alive.remove(replica)
+        self._ready[replica] = ready
+        self._alive = sorted((*self._alive, replica))
+        self._requests.router.back(replica, ready.num_kv_blocks)
+        logger.warning(self.named(replica, "the engine serves again"))
+        self._tell_watchers()
+        self._requests.go_on()
+        if self._loop is not None:
+            self._watch.wake(self._loop)
+        self._supervisor.serves(replica)
+
+    def replace_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
+        """Give a replica that comes back a client for its new core, and retire the old one."""
+        if (old := self._clients.get(replica)) is not None:
+            old.retire()
+            self._retired = [each for each in self._retired if not each.has_ended]
+            self._retired.append(old)
+        new = self._clients[replica] = self._make_client(replica, channel, client)
+        return new
+
+    def died(self, replica: int, death: Death) -> None:
+        """Move the requests of a replica that has died, and have it started again if it may be.
+
+        Nothing happens if its death is known, unless its new core has died too.
+        """
+        if self._closed or replica in self._dead:
+            return
+        is_known = replica in self._restarting and self._joins
+        if is_known and not death.is_final:
+            return
+        if replica in self._alive:
+            self._alive.remove(replica)
+            self._watch.forget(replica)
+            self._requests.router.dead(replica)
+        self._restarting[replica] = death.cause
+        cause = self._supervisor.restart(replica, death, self._ready.get(replica))
+        if cause is not None:
+            self.lost(replica, cause, death)
+            return
+        self.counts.restarts[death.origin] += not self._joins
+        logger.error("%s; it is being started again", self.named(replica, death.cause))
+        self._move_all(replica, death.cause)
+
+    def lost(self, replica: int, cause: str, death: Death | None = None) -> None:
+        """Do without a replica that stays dead."""
+        if self._closed or replica in self._dead:
+            return
+        if death is None and replica in self._alive:
+            self.died(replica, Death(cause, is_final=True))
+            return
+        self._restarting.pop(replica, None)
         self._dead[replica] = cause
-        self._watch.forget(replica)
-        if not self._alive:
+        if self._dispatcher is None:
+            return  # this frontend is joining
+        self._supervisor.stays_dead(replica, cause)
+        if not self._alive and not self._restarting:
             self._die()
             return
         logger.error("%s; its requests go on elsewhere", self.named(replica, cause))
-        if self._router is not None:
-            self._router.dead(replica)
-        for sent in self._sent.take(replica):
-            self._move(sent, EngineDeadError(self.named(replica, cause)))
+        self._move_all(replica, cause)
+
+    def owner_has_ended(self) -> None:
+        """Do without the replicas that would have been started again."""
+        for replica, cause in list(self._restarting.items()):
+            self.lost(replica, cause)
+
+    def _move_all(self, replica: int, cause: str) -> None:
+        if self._dispatcher is not None:
+            self._dispatcher.move(replica, EngineDeadError(self.named(replica, cause)))
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""
-        assert self._router is not None
+        router = self._requests.router
         if reason is None:
             logger.warning(self.named(replica, "the engine goes on"))
-            self._router.resume(replica)
+            router.resume(replica)
         else:
             logger.error(self.named(replica, reason))
-            self._router.suspend(replica)
-
-    def _move(self, sent: Sent, error: EngineDeadError) -> None:
-        """Let another replica continue a request whose replica has died."""
-        tokens = {
-            h: ids for h in sorted(sent.live) if (ids := self._outputs.tokens_of(h)) is not None
-        }
-        num_deaths = sent.num_deaths + sent.has_run
-        if num_deaths >= _MOST_DEATHS:
-            self._outputs.fail(
-                tokens,
-                EngineDeadError(f"{error}; it is the second that has died with this request"),
-            )
-            return
-        for message, live in continued(sent.message, tokens):
-            self._send(Sent(message, live, num_deaths=num_deaths))
+            router.suspend(replica)
 
     def _die(self) -> None:
-        if self._size == 1:
-            self._error = EngineDeadError(self._dead[0])
-        else:
-            self._error = EngineDeadError(
-                "; ".join(self.named(r, self._dead[r]) for r in sorted(self._dead))
-            )
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-        self._sent.clear()
+        self._error = self._all_dead()
+        self._tell_watchers()
+        self._requests.clear()
         self._outputs.fail_all(self._error)
+
+    def _all_dead(self) -> EngineDeadError:
+        return EngineDeadError("; ".join(self.named(r, self._dead[r]) for r in sorted(self._dead)))

@@ -14,6 +14,8 @@ class ReplicaStatus(NamedTuple):
     ready: Ready | None
     """The message of its start; None if it had died before this frontend joined."""
     dead: str | None
-    """The cause of its death; None while it lives."""
+    """The cause of its death, if it stays dead; else None."""
     stalled: str | None = None
     """The reason why it counts as stalled: it lives and makes no progress."""
+    restarting: str | None = None
+    """The cause of its death while it is being started again; else None."""

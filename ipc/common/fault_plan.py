@@ -40,6 +40,8 @@ class Fault(
     rank: int = 0
     replica: int | None = None
     """None for every replica."""
+    start: int | None = None
+    """Number of the replica's start, from 0 on, in which it happens; None for every start."""
     process: Literal["worker", "core"] = "worker"
     """The process that dies or hangs: the rank's, or that of its engine core."""
     message: FaultyMessage | None = None
@@ -71,12 +73,14 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return the plan that is written as a mapping. Raises ValueError."""
         return msgspec.convert(dict(value), cls)
 
-    def of_rank(self, replica: int, rank: int) -> tuple[Fault, ...]:
-        """Return the faults of one rank of one replica."""
+    def of_rank(self, replica: int, rank: int, start: int = 0) -> tuple[Fault, ...]:
+        """Return the faults of one rank in one start of a replica."""
         return tuple(
             fault
             for fault in self.faults
-            if fault.rank == rank and fault.replica in (None, replica)
+            if fault.rank == rank
+            and fault.replica in (None, replica)
+            and fault.start in (None, start)
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import msgspec
@@ -43,13 +43,18 @@ class Invitation:
     """
 
     seats: tuple[Seat, ...]
-    """One seat at each replica that lives."""
+    """One seat at each replica that serves."""
     config: EngineConfig
+    line: str
+    """Path of the socket at which the process that started the engine waits for the program; see
+    ipc/transport/owner_line.py."""
+    dead: dict[int, str] = field(default_factory=dict)
+    """Number of each replica that stays dead -> the cause."""
 
     @property
     def folders(self) -> list[str]:
-        """The folders of the seats' socket files, which are gone once the program has joined."""
-        return [seat.address.folder for seat in self.seats]
+        """The folders of the socket files, which are gone once the program has joined."""
+        return [os.path.dirname(self.line), *(seat.address.folder for seat in self.seats)]
 
     def encode(self) -> str:
         """Return the invitation as JSON."""
@@ -65,6 +70,19 @@ class Invitation:
 
 
 @dataclass(frozen=True)
+class StartAgain:
+    """How a core begins that takes the place of one that has died."""
+
+    number: int
+    """Number of this start of the replica; the first one, which is none of these, is 0."""
+    delay_s: float
+    """Seconds to wait before anything is started."""
+    pids: tuple[int, ...]
+    """The processes of the replica's last start. They must have ended: they hold the memory of the
+    device."""
+
+
+@dataclass(frozen=True)
 class CoreArgs:
     """Arguments of the core's process, sent to it as JSON."""
 
@@ -73,3 +91,5 @@ class CoreArgs:
     """One address for each frontend; a message's `client` is an index into it."""
     replica: int = 0
     """Index of the data-parallel replica that it is."""
+    again: StartAgain | None = None
+    """None at the replica's first start."""

@@ -234,6 +234,28 @@ def freeze_heap() -> None:
     gc.freeze()
 
 
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and has not ended: nobody may wait for one that has."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except OSError:
+        if os.path.exists("/proc/self/stat"):
+            return False
+    return process_exists(pid)
+
+
+def process_exists(pid: int) -> bool:
+    """Return whether a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def cpu_seconds(pid: int) -> float | None:
     """Return the seconds of CPU time that a process has used, all its threads together.
 

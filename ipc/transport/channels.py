@@ -8,7 +8,6 @@ waiting on it again, a socket must be read until it is empty; `receive` always d
 from __future__ import annotations
 
 import logging
-import os
 import selectors
 import shutil
 import tempfile
@@ -274,14 +273,3 @@ class CoreChannel:
         """Deliver what is queued, for a second at most, then close."""
         self._selector.close()
         self._context.destroy(linger=_LINGER_MS)
-
-
-def process_exists(pid: int) -> bool:
-    """Return whether a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

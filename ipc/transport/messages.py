@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -142,6 +143,10 @@ class Dead(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     """The engine cannot go on (or could not start); the last message on the channel."""
 
     cause: str
+    origin: Literal["core", "worker"] = "worker"
+    """The process that has failed."""
+    is_final: bool = False
+    """Whether starting it again would be useless."""
 
 
 class Started(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -193,7 +193,7 @@ class Run:
     async def _check_leaks(self, frontends: Sequence[AsyncLLM]) -> None:
         """Note requests and blocks that the engine or a frontend still has."""
         for number, each in enumerate(frontends):
-            if number != self._plan.leaver and (len(each._outputs) or each._replicas._sent):
+            if number != self._plan.leaver and (len(each._outputs) or each._replicas._requests):
                 self._problems.append(f"frontend {number} has requests: {each._replicas!r}")
         try:
             await until(

@@ -16,6 +16,7 @@ from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.replica_set import ReplicaSet
+from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.processes.core_args import ClientAddress
@@ -107,7 +108,11 @@ class FakeChannel:
 def client_of(channel: FakeChannel) -> EngineClient:
     """Return a client without a core's process."""
     processor = OutputProcessor(lambda handles: None)
-    return EngineClient(channel, processor.handle, processor.fail_all)
+    return EngineClient(
+        channel,
+        processor.handle,
+        lambda death: processor.fail_all(EngineDeadError(death.cause)),
+    )
 
 
 def llm_of(
@@ -118,7 +123,9 @@ def llm_of(
     made = AsyncLLM.__new__(AsyncLLM)
     llm: Any = made
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
-    llm._config = EngineArgs(device="fake", data_parallel_size=len(channels)).create_engine_config()
+    llm._config = EngineArgs(
+        device="fake", data_parallel_size=len(channels), restart_limit=0
+    ).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
     llm._home = llm._replicas.home
     llm._invited = []

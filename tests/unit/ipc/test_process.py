@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.processes.process import spawn
-from sidestep.ipc.transport.channels import process_exists
+from sidestep.ipc.processes.process import process_exists, spawn
 
 
 def wait_until_gone(pid: int, limit_s: float = 10.0) -> bool:

@@ -19,9 +19,7 @@ async def turns() -> None:
 
 
 def router_of(llm: AsyncLLM) -> Router:
-    router = llm._replicas._router
-    assert router is not None
-    return router
+    return llm._replicas._requests.router
 
 
 async def last(llm: AsyncLLM, prompt: list[int], **sampling: Any) -> RequestOutput:

@@ -30,6 +30,7 @@ from sidestep.ipc.transport.messages import (
     pack_ids,
     unpack_ids,
 )
+from sidestep.ipc.transport.owner_line import GuestEnd, OwnerEnd
 from tests.unit.frontend.fakes import FakeChannel, replicas_of
 from tests.unit.frontend.replicas.played import holder, kill, last, router_of, started, turns
 
@@ -232,12 +233,14 @@ def test_who_joins_does_without_a_replica_that_has_just_died(
     channels: list[FakeChannel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replica_set, "_OTHERS_S", 0.0)
-    config = EngineArgs(device="fake", data_parallel_size=3).create_engine_config()
+    args = EngineArgs(device="fake", data_parallel_size=3, restart_limit=0)
+    owner = OwnerEnd()
     replicas = ReplicaSet(
-        config,
+        args.create_engine_config(),
         OutputProcessor(lambda handles: None),
         {n: (channels[n], 4) for n in (0, 1)},
-        joins=True,
+        line=GuestEnd(owner.path),
+        dead={2: "worker 0 was killed"},
     )
     channels[1].say(
         Ready(
@@ -253,8 +256,10 @@ def test_who_joins_does_without_a_replica_that_has_just_died(
     assert [status.dead for status in replicas.replicas] == [
         "has not answered when this frontend joined",
         None,
-        "had died before this frontend joined",
+        "worker 0 was killed",
     ]
+    replicas.close()
+    owner.close()
 
 
 async def test_who_is_invited_while_a_replica_dies_is_invited_by_the_others(
@@ -291,7 +296,7 @@ def test_the_router_is_what_the_options_say(
         OutputProcessor(lambda handles: None),
         config,
     )
-    assert type(made._router).__name__ == router
+    assert type(made._requests.router).__name__ == router
 
 
 async def test_the_end_of_one_of_a_group_is_not_the_group_s(
@@ -307,11 +312,11 @@ async def test_the_end_of_one_of_a_group_is_not_the_group_s(
     )
     await turns()
     loads = router_of(llm).loads
-    assert sum(loads.values()) > 0 and len(llm._replicas._sent) == 1
+    assert sum(loads.values()) > 0 and len(llm._replicas._requests) == 1
     at.say(
         Outputs(
             handles=b"", token_ids=b"", finished=[Finished(handle=1, reason=FinishReason.LENGTH)]
         )
     )
     await task
-    assert not llm._replicas._sent and isinstance(at.added[0], AddRequest)
+    assert not llm._replicas._requests and isinstance(at.added[0], AddRequest)

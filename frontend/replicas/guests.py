@@ -1,0 +1,154 @@
+"""The frontends that have joined an engine, as the frontend that started it sees them.
+
+Each has a line (ipc/transport/owner_line.py). When a replica serves again, each guest gets a new
+seat there: the core is asked to connect to a new address, at which the guest then listens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from sidestep.ipc.common.errors import SidestepError
+from sidestep.ipc.processes.core_args import ClientAddress, Seat
+from sidestep.ipc.transport.channels import new_address, remove_address
+from sidestep.ipc.transport.owner_line import Back, Down, Lost, News, OwnerEnd
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Guest:
+    """A frontend that has been invited."""
+
+    end: OwnerEnd
+    seats: set[int]
+    """The replicas at which it has a seat, or will have one that the core has been asked for."""
+    given: dict[int, ClientAddress] = field(default_factory=dict)
+    """By replica: the address of a seat that it got on the line."""
+
+
+class Guests:
+    """All of them. The methods belong to the event loop's thread, except for `close`."""
+
+    def __init__(
+        self,
+        connect: Callable[[int, ClientAddress], Awaitable[int]],
+        alive: Callable[[], Iterable[int]],
+        dead: Callable[[], Mapping[int, str]],
+    ) -> None:
+        """Begin without guests.
+
+        connect: lets the core of a replica serve a frontend at an address, and returns the
+        frontend's number there. alive: the replicas that serve. dead: those that stay dead, each
+        with the cause.
+        """
+        self._connect = connect
+        self._alive = alive
+        self._dead = dead
+        self._guests: list[_Guest] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __repr__(self) -> str:
+        return f"Guests({len(self._guests)})"
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind the lines to an event loop."""
+        self._loop = loop
+        for guest in self._guests:
+            loop.add_reader(guest.end.fileno(), self._on_readable, guest)
+
+    def invite(self, seats: Iterable[int]) -> str:
+        """Expect another guest, and return the path of its line.
+
+        seats: the replicas at which its invitation has seats.
+        """
+        assert self._loop is not None, "attach() comes first"
+        guest = _Guest(OwnerEnd(), set(seats))
+        self._guests.append(guest)
+        self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
+        return guest.end.path
+
+    def down(self, replica: int, cause: str) -> None:
+        """Tell all that a replica has died and is being started again."""
+        for guest in self._guests.copy():
+            self._forget_seat(guest, replica)
+            self._tell(guest, Down(replica, cause))
+
+    def lost(self, replica: int, cause: str) -> None:
+        """Tell all that a replica stays dead."""
+        for guest in self._guests.copy():
+            self._forget_seat(guest, replica)
+            self._tell(guest, Lost(replica, cause))
+
+    def back(self, replica: int) -> None:
+        """Give all a seat at a replica that serves again."""
+        for guest in self._guests:
+            self._give_seat(guest, replica)
+
+    def close(self) -> None:
+        """End all lines. May be called twice."""
+        for guest in self._guests:
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(guest.end.fileno())
+            self._drop(guest)
+        self._guests.clear()
+
+    def _on_readable(self, guest: _Guest) -> None:
+        assert self._loop is not None
+        if guest.end.is_connected:
+            if guest.end.has_ended():
+                self._leave(guest)
+            return
+        self._loop.remove_reader(guest.end.fileno())
+        try:
+            guest.end.accept()
+        except OSError as error:
+            logger.warning("a frontend could not join: %s", error)
+            self._leave(guest)
+            return
+        self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
+        # What has happened since it was invited.
+        for replica, cause in self._dead().items():
+            self._tell(guest, Lost(replica, cause))
+        for replica in self._alive():
+            self._give_seat(guest, replica)
+
+    def _give_seat(self, guest: _Guest, replica: int) -> None:
+        if replica not in guest.seats and guest.end.is_connected:
+            guest.seats.add(replica)
+            task = asyncio.ensure_future(self._seat(guest, replica))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _seat(self, guest: _Guest, replica: int) -> None:
+        address = guest.given[replica] = new_address()
+        with suppress(SidestepError):  # the replica has died again: it gets a seat at the next one
+            number = await self._connect(replica, address)
+            if guest.given.get(replica) is address:
+                self._tell(guest, Back(Seat(replica, number, address)))
+
+    def _forget_seat(self, guest: _Guest, replica: int) -> None:
+        guest.seats.discard(replica)
+        if (address := guest.given.pop(replica, None)) is not None:
+            remove_address(address)
+
+    def _tell(self, guest: _Guest, news: News) -> None:
+        if guest.end.is_connected and not guest.end.tell(news):
+            self._leave(guest)
+
+    def _leave(self, guest: _Guest) -> None:
+        if guest in self._guests:
+            assert self._loop is not None
+            self._loop.remove_reader(guest.end.fileno())
+            self._guests.remove(guest)
+            self._drop(guest)
+
+    def _drop(self, guest: _Guest) -> None:
+        guest.end.close()
+        for address in guest.given.values():
+            remove_address(address)

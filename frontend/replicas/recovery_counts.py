@@ -1,0 +1,21 @@
+"""Counts of deaths and of what was done about them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sidestep.frontend.replicas.engine_client import Origin
+
+
+@dataclass
+class RecoveryCounts:
+    """These counts of one frontend, since it began."""
+
+    restarts: Counter[Origin] = field(default_factory=Counter)
+    """Starts of replicas that had died, by where the death began. A frontend that has joined the
+    engine counts none."""
+    replayed: int = 0
+    """Requests that were sent to a replica again, after the death of the one that had them."""
+    pause_s: float = 0.0
+    """Seconds that requests have waited for a replica to serve again, all together."""

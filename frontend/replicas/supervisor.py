@@ -1,0 +1,189 @@
+"""The return of replicas that have died: the frontend that owns the engine starts them again.
+
+A frontend that has joined the engine starts nothing. It waits for the owner's news on its line.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from sidestep.frontend.replicas.engine_client import OWNER, Channel, Death, EngineClient
+from sidestep.frontend.replicas.guests import Guests
+from sidestep.frontend.replicas.restart_budget import RestartBudget
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.core_args import Seat, StartAgain
+from sidestep.ipc.transport.channels import FrontendChannel
+from sidestep.ipc.transport.messages import Ready
+from sidestep.ipc.transport.owner_line import Back, Down, GuestEnd
+
+logger = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """The part of ReplicaSet that a supervisor uses."""
+
+    def replace_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
+        """Give a replica a new client, and let go of the old one."""
+
+    def attach_client(self, replica: int) -> None:
+        """Bind a replica's new client to the event loop, if there is one."""
+
+    def died(self, replica: int, death: Death) -> None:
+        """Take note of a replica's death."""
+
+    def lost(self, replica: int, cause: str) -> None:
+        """Take note that a replica stays dead."""
+
+    def owner_has_ended(self) -> None:
+        """Take note that no replica will come back."""
+
+
+class Supervisor(abc.ABC):
+    """What brings replicas back."""
+
+    @abc.abstractmethod
+    def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
+        """Bring a replica back that has died.
+
+        last: what it said when it began to serve. Return None if it is coming back, else the cause
+        for which it stays dead.
+        """
+
+    @abc.abstractmethod
+    def stays_dead(self, replica: int, cause: str) -> None:
+        """Take note that a replica stays dead."""
+
+    @abc.abstractmethod
+    def serves(self, replica: int) -> None:
+        """Take note that a replica serves again."""
+
+    @abc.abstractmethod
+    def take_news(self) -> None:
+        """Take what the owner has told."""
+
+    @abc.abstractmethod
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Bind the connections to other frontends to an event loop."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Bring nothing back from now on. May be called twice."""
+
+
+class OwnSupervisor(Supervisor):
+    """Starts the processes of replicas again, in the process that started the engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        host: Host,
+        guests: Guests,
+        open_channel: Callable[[], Channel] = FrontendChannel,
+    ) -> None:
+        """Start nothing yet."""
+        self._config = config
+        self._host = host
+        self._budget = RestartBudget(config.frontend.restart_limit)
+        self._guests = guests
+        self._open_channel = open_channel
+
+    def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
+        """Start a replica again, after a pause, unless its budget is spent."""
+        if death.is_final:
+            return death.cause
+        delay_s = self._budget.take(replica)
+        if delay_s is None:
+            return death.cause + self._budget.spent(replica)
+        pids = () if last is None else (last.core_pid, *last.worker_pids)
+        again = StartAgain(self._budget.total(replica), delay_s, pids)
+        try:
+            client = self._host.replace_client(replica, self._open_channel(), OWNER)
+            client.start_core(self._config, replica, again)
+        except OSError as error:  # no descriptor or no process can be had
+            return f"{death.cause}; it cannot be started again: {error}"
+        self._host.attach_client(replica)
+        self._guests.down(replica, death.cause)
+        return None
+
+    def stays_dead(self, replica: int, cause: str) -> None:
+        """Tell the guests."""
+        self._guests.lost(replica, cause)
+
+    def serves(self, replica: int) -> None:
+        """Give the guests seats."""
+        self._guests.back(replica)
+
+    def take_news(self) -> None:
+        """Do nothing: this is the owner."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Listen to the guests."""
+        self._guests.attach(loop)
+
+    def close(self) -> None:
+        """End the lines to the guests."""
+        self._guests.close()
+
+
+class GuestSupervisor(Supervisor):
+    """Takes the owner's news."""
+
+    def __init__(self, config: EngineConfig, host: Host, line: GuestEnd) -> None:
+        """Use a line that is connected."""
+        self._host = host
+        self._line = line
+        self._is_possible = config.frontend.restart_limit > 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
+        """Wait for the owner, unless it has ended."""
+        # After a message that could not be used the core lives, and the owner does nothing.
+        if not self._is_possible or not self._line.is_open or death.is_final:
+            return death.cause
+        return death.cause if death.origin == "message" else None
+
+    def stays_dead(self, replica: int, cause: str) -> None:
+        """Do nothing: the owner knows."""
+
+    def serves(self, replica: int) -> None:
+        """Do nothing: the owner knows."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Listen to the owner."""
+        self._loop = loop
+        if self._line.is_open:
+            loop.add_reader(self._line.fileno(), self.take_news)
+
+    def take_news(self) -> None:
+        """Take the news that have come."""
+        was_open = self._line.is_open
+        for news in self._line.receive():
+            if isinstance(news, Down):
+                self._host.died(news.replica, Death(news.cause))
+            elif isinstance(news, Back):
+                self._take_seat(news.seat)
+            else:
+                self._host.lost(news.replica, news.cause)
+        if was_open and not self._line.is_open:
+            self.close()
+            self._host.owner_has_ended()
+
+    def _take_seat(self, seat: Seat) -> None:
+        self._host.died(seat.replica, Death("the engine core has ended"))
+        try:
+            channel = FrontendChannel(seat.address)
+        except EngineStartError:
+            return  # it has died again, and the owner will tell
+        self._host.replace_client(seat.replica, channel, seat.client)
+        self._host.attach_client(seat.replica)
+
+    def close(self) -> None:
+        """Leave the engine."""
+        if self._loop is not None and not self._loop.is_closed() and self._line.fileno() >= 0:
+            self._loop.remove_reader(self._line.fileno())
+        self._line.close()
