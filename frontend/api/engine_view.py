@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from typing import Literal
 
 import msgspec
 
+from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
@@ -15,6 +17,7 @@ from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 
+Health = Literal["healthy", "restarting", "degraded", "dead"]
 _ANSWER_S = 5.0
 """Seconds that a core may take to answer a question."""
 _MEANS = {"kv_cache_usage", "spec_decode_draft_length"}
@@ -27,10 +30,12 @@ class EngineView:
     _config: EngineConfig
     _replicas: ReplicaSet
 
-    async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> None:
-        """Return if the engine makes progress.
+    async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> Health:
+        """Return the health of an engine that makes progress, or that is being started again.
 
-        One of several replicas is enough (`replicas` describes each).
+        One of several replicas is enough (`replicas` describes each). 'healthy': all replicas
+        live. 'restarting': one is being started again, or all are; requests wait or are served by
+        the others. 'degraded': one stays dead.
 
         Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
         `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
@@ -39,8 +44,10 @@ class EngineView:
         answers = await self._replicas.ask_responsive(
             "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s
         )
-        if any(_stalled_s(answer) <= max_stall_s for answer in answers.values()):
-            return
+        if not self._replicas.alive or any(
+            _stalled_s(answer) <= max_stall_s for answer in answers.values()
+        ):
+            return self.health
         raise EngineStalledError(
             "; ".join(
                 self._replicas.named(
@@ -54,10 +61,25 @@ class EngineView:
             )
         )
 
+    @property
+    def health(self) -> Health:
+        """The health of the engine as `check_health` returns it, without asking the cores."""
+        replicas = self.replicas
+        if self.errored:
+            return "dead"
+        if any(status.dead is not None for status in replicas):
+            return "degraded"
+        return "restarting" if any(status.restarting for status in replicas) else "healthy"
+
+    @property
+    def recovery(self) -> RecoveryCounts:
+        """Counts of the deaths that this frontend has seen, and of what was done about them."""
+        return self._replicas.counts
+
     async def wait_dead(self) -> EngineDeadError:
         """Return the cause when the engine has died; never return after a shutdown.
 
-        An engine with several replicas has died when all of them have.
+        An engine has died when all of its replicas have, and none is being started again.
         """
         return await self._replicas.wait_dead()
 
@@ -79,6 +101,14 @@ class EngineView:
     async def get_stats_by_replica(self) -> dict[int, dict[str, float]]:
         """Return the stats of each replica whose core answers, by the replica's number."""
         answers = await self._replicas.ask_responsive("stats", timeout_s=_ANSWER_S)
+        if not answers and not self._replicas.alive:
+            raise EngineStalledError(
+                "; ".join(
+                    self._replicas.starting(status.number, status.restarting)
+                    for status in self.replicas
+                    if status.restarting is not None
+                )
+            )
         if not answers:
             raise EngineStalledError(f"the engine core has not answered for {_ANSWER_S:g} s")
         return {replica: answer.result or {} for replica, answer in answers.items()}

@@ -110,7 +110,12 @@ def busiest_gpu() -> int:
 @pytest.mark.parametrize("stage", [0, 1])
 async def test_a_killed_stage_ends_the_engine_at_once(stage: int) -> None:
     needs(2)
-    args = EngineArgs(model=DEFAULT_MODEL, kv_cache_memory_bytes=1 << 30, pipeline_parallel_size=2)
+    args = EngineArgs(
+        model=DEFAULT_MODEL,
+        kv_cache_memory_bytes=1 << 30,
+        pipeline_parallel_size=2,
+        restart_limit=0,
+    )
     llm = AsyncLLM.from_engine_args(args)
     try:
 

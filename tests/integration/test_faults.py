@@ -64,7 +64,9 @@ def engine_processes(llm: AsyncLLM) -> tuple[int, list[int]]:
 async def test_a_killed_process_fails_every_waiting_call_with_the_cause(
     make_llm: MakeLLM, victim: str, params: SamplingParams
 ) -> None:
-    llm = make_llm(fake_step_ms=STEP_MS, tensor_parallel_size=2, pipeline_parallel_size=2)
+    llm = make_llm(
+        fake_step_ms=STEP_MS, tensor_parallel_size=2, pipeline_parallel_size=2, restart_limit=0
+    )
     calls = [asyncio.create_task(consume(llm, params)) for _ in range(5)]
     await until_stats(llm, num_running=5)
     core, workers = engine_processes(llm)
@@ -90,7 +92,7 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
 ) -> None:
     """Run with real messages between the stages: the other stage only misses an answer."""
     options = {"device": "cpu", "load_format": "dummy", "cpu_threads": 1, "max_model_len": 2048}
-    llm = make_llm(pipeline_parallel_size=2, **options)
+    llm = make_llm(pipeline_parallel_size=2, restart_limit=0, **options)
     call = asyncio.create_task(consume(llm))
     await until_stats(llm, num_steps=10)
     core, workers = engine_processes(llm)
@@ -104,7 +106,7 @@ async def test_a_stage_that_is_killed_is_named_and_not_the_one_that_waits_for_it
 
 
 async def test_after_a_death_another_engine_starts_at_once(make_llm: MakeLLM) -> None:
-    llm = make_llm(pipeline_parallel_size=2)
+    llm = make_llm(pipeline_parallel_size=2, restart_limit=0)
     os.kill(engine_processes(llm)[1][1], signal.SIGKILL)
     with pytest.raises(EngineDeadError):
         await consume(llm)

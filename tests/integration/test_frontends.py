@@ -132,7 +132,7 @@ async def test_frontends_of_one_process_end_one_by_one(make_llm: MakeLLM) -> Non
 
 @pytest.mark.parametrize("kill", [True, False])
 async def test_the_engine_s_end_is_told_to_all(kill: bool, make_llm: MakeLLM) -> None:
-    llm = make_llm(fake_step_ms=5, max_model_len=2048)
+    llm = make_llm(fake_step_ms=5, max_model_len=2048, restart_limit=0)
     second = AsyncLLM.join(await llm.invite())
     stream = second.generate([1, 2], params(2000))
     await anext(stream)

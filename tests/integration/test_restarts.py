@@ -104,3 +104,99 @@ def test_a_batch_goes_on_after_a_death(fake_model: str) -> None:
         assert [output.outputs[0].token_ids for output in outputs] == [
             expected_tokens([3, i], 30, 4, vocab) for i in range(5)
         ]
+
+
+async def test_all_frontends_go_on_and_later_ones_join(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=3.0, max_num_seqs=4)
+    vocab = llm.get_tokenizer().vocab_size
+    guests = [AsyncLLM.join(await llm.invite()) for _ in range(2)]
+    try:
+        for turn in range(2):
+            frontends = [llm, *guests]
+            tasks = [
+                asyncio.create_task(tokens_of(each, [turn + 1, i], i, 60))
+                for i, each in enumerate(frontends * 2)
+            ]
+            await until_stats(llm, num_running=4)
+            kill(llm.core_pid)
+            while not llm.replicas[0].restarting:
+                await asyncio.sleep(0.01)
+            guests.append(AsyncLLM.join(await llm.invite()))
+            tasks.append(asyncio.create_task(tokens_of(guests[-1], [turn + 1, 6], 6, 60)))
+            async with asyncio.timeout(LIMIT_S):
+                assert await asyncio.gather(*tasks) == [
+                    expected_tokens([turn + 1, i], 60, i, vocab) for i in range(len(tasks))
+                ]
+            guests.pop(0).shutdown()
+        for each in (llm, *guests):
+            await each.check_health()
+        await until_idle(llm)
+        stream = guests[0].generate([1], params(1, 2000))
+        await anext(stream)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError):
+            async with asyncio.timeout(LIMIT_S):
+                async for _ in stream:
+                    pass
+    finally:
+        for guest in guests:
+            guest.shutdown()
+
+
+async def test_guests_end_when_the_engine_is_given_up(make_llm: MakeLLM) -> None:
+    llm = make_llm(fake_step_ms=3.0, restart_limit=1, data_parallel_size=2)
+    guest = AsyncLLM.join(await llm.invite())
+    try:
+        streams = [asyncio.create_task(tokens_of(guest, [i], i, 2000)) for i in range(2)]
+        await until_stats(llm, num_running=2)
+        for _ in range(2):
+            before = llm.replicas
+            for status in before:
+                if status.dead is None and status.restarting is None and status.ready is not None:
+                    kill(status.ready.core_pid)
+            async with asyncio.timeout(LIMIT_S):
+                while not llm.errored and any(
+                    status.restarting is not None or status.ready == old.ready
+                    for status, old in zip(llm.replicas, before, strict=True)
+                ):
+                    await asyncio.sleep(0.01)
+        async with asyncio.timeout(LIMIT_S):
+            errors = await asyncio.gather(*streams, return_exceptions=True)
+            await guest.wait_dead()
+        assert all("SIGKILL" in str(error) for error in errors)
+        assert guest.health == llm.health == "dead"
+    finally:
+        guest.shutdown()
+
+
+async def test_a_request_that_waits_can_be_aborted_and_has_its_deadline(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_budget, "BACKOFF_S", (600.0,))
+    llm = make_llm(fake_step_ms=3.0)
+    vocab = llm.get_tokenizer().vocab_size
+    told: dict[str, list[int]] = {name: [] for name in ("stays", "aborted", "late", "left")}
+    reasons: dict[str, str | None] = {}
+
+    async def run(name: str, **options: Any) -> None:
+        async for output in llm.generate([7, 8], params(3, 2000), name, **options):
+            told[name] += output.outputs[0].token_ids
+            reasons[name] = output.outputs[0].finish_reason
+
+    tasks = {name: asyncio.create_task(run(name)) for name in ("stays", "aborted", "left")}
+    await until_stats(llm, num_running=3)
+    kill(llm.core_pid)
+    while not llm.replicas[0].restarting:
+        await asyncio.sleep(0.01)
+    assert await llm.check_health() == "restarting"
+    tasks["late"] = asyncio.create_task(run("late", deadline_s=0.3))
+    tasks["left"].cancel()
+    await llm.abort("aborted")
+    async with asyncio.timeout(LIMIT_S):
+        await asyncio.wait([tasks["aborted"], tasks["late"], tasks["left"]])
+    assert reasons["aborted"] == reasons["late"] == "abort" and not tasks["stays"].done()
+    for name in ("stays", "aborted", "left"):
+        assert told[name] == expected_tokens([7, 8], len(told[name]), 3, vocab)
+    llm.shutdown()
+    with pytest.raises(EngineDeadError, match="shut down"):
+        await tasks["stays"]

@@ -153,7 +153,7 @@ async def test_a_sleep_that_is_cancelled_while_it_waits_does_not_begin(make_llm:
 
 
 async def test_a_worker_that_dies_asleep_is_noticed(make_llm: MakeLLM) -> None:
-    llm = make_llm()
+    llm = make_llm(restart_limit=0)
     await llm.sleep()
     os.kill(llm.pids["worker_0"], signal.SIGKILL)
     error = await llm.wait_dead()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -18,6 +18,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from sidestep.frontend.replicas.engine_client import Origin
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.server.observe.figures import Figures, TenantCounts
 from sidestep.frontend.server.observe.metrics import HISTOGRAMS
@@ -89,8 +90,11 @@ class Exposition:
     def _of_engines(self, engines: Stats, replicas: Sequence[ReplicaStatus]) -> Iterator[Metric]:
         yield self._gauge(
             "engine_alive",
-            "Whether a replica serves: 1, or 0 once it has died.",
-            {(str(status.number),): float(status.dead is None) for status in replicas},
+            "Whether a replica serves: 1, or 0 while it is dead or being started again.",
+            {
+                (str(status.number),): float(status.dead is None and status.restarting is None)
+                for status in replicas
+            },
             _ENGINE,
         )
         yield self._gauge(
@@ -215,6 +219,16 @@ class Exposition:
                 "Tokens that the server's processes have taken in, as they come.",
                 figures.tokens_received,
             ),
+            (
+                "replayed_requests",
+                "Requests that went on after the death of the replica that had them.",
+                figures.num_replayed,
+            ),
+            (
+                "replay_pause_seconds",
+                "Time that requests have waited for a replica to serve again, all together.",
+                figures.replay_pause_s,
+            ),
             ("frontend_cpu_seconds", "CPU time of the server's processes.", figures.cpu_seconds),
         ):
             yield self._counter(name, text, {(): count})
@@ -234,6 +248,12 @@ class Exposition:
             "Requests that were not admitted, by reason.",
             {(reason,): count for reason, count in figures.rejections.items()},
             ("reason",),
+        )
+        yield self._counter(
+            "replica_restarts",
+            "Starts of replicas after a death, by where the death began.",
+            {(origin,): figures.restarts.get(origin, 0) for origin in get_args(Origin)},
+            ("cause",),
         )
         yield self._counter(
             "http_responses", "Answers, by route and status.", figures.responses, ("path", "status")

@@ -49,6 +49,12 @@ class Figures(msgspec.Struct):
     """Seconds to the first token of the last requests."""
     last_gaps: list[float]
     """Seconds between the last tokens."""
+    restarts: dict[str, int] = {}
+    """Where a death began -> number of starts of replicas after such a death."""
+    num_replayed: int = 0
+    """Number of requests that were sent again after the death of a replica."""
+    replay_pause_s: float = 0.0
+    """Seconds that requests have waited for a replica to serve again."""
     num_processes: int = 1
     """Number of processes that gave their figures just now."""
 
@@ -68,6 +74,9 @@ class Figures(msgspec.Struct):
         _add_counts(self.finished, other.finished)
         _add_counts(self.responses, other.responses)
         _add_counts(self.rejections, other.rejections)
+        _add_counts(self.restarts, other.restarts)
+        self.num_replayed += other.num_replayed
+        self.replay_pause_s += other.replay_pause_s
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.generation_tokens += other.generation_tokens

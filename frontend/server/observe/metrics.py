@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from copy import copy
 
 from sidestep.frontend.output.outputs import RequestMetrics, RequestOutput
+from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.server.observe.figures import Figures, HistogramFigures, TenantCounts
 from sidestep.frontend.server.observe.window import Window
 
@@ -127,7 +128,7 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
 
-    def figures(self, tokens_received: int) -> Figures:
+    def figures(self, tokens_received: int, recovery: RecoveryCounts) -> Figures:
         """Return a copy of the counts, which other processes can add to theirs."""
         return Figures(
             histograms={
@@ -142,6 +143,9 @@ class ServerMetrics:
             cached_tokens=self.cached_tokens,
             generation_tokens=self.generation_tokens,
             tokens_received=tokens_received,
+            restarts={str(origin): count for origin, count in recovery.restarts.items()},
+            num_replayed=recovery.replayed,
+            replay_pause_s=recovery.pause_s,
             cpu_seconds=time.process_time(),
             last_ttfts=self.last_ttfts.values(),
             last_gaps=self.last_gaps.values(),

@@ -98,6 +98,8 @@ class FlightReplica(msgspec.Struct):
     """Cause of the replica's death; None while it lives."""
     stalled: str | None
     """Why the replica counts as stalled: it lives and makes no progress."""
+    restarting: str | None = None
+    """Cause of the replica's death while it is being started again."""
 
 
 class Flight(msgspec.Struct):
@@ -159,7 +161,10 @@ class FlightRoute:
         own = None if http.scope[OPERATOR] else service.request_ids(http.scope[TENANT])
         body = Flight(
             replica=replica,
-            replicas=[FlightReplica(each.number, each.dead, each.stalled) for each in llm.replicas],
+            replicas=[
+                FlightReplica(each.number, each.dead, each.stalled, each.restarting)
+                for each in llm.replicas
+            ],
             now_us=time.monotonic_ns() // 1000,
             next=records[-1].step_id + 1 if records else min(first, scheduled),
             model=service.names[0],

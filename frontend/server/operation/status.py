@@ -28,7 +28,8 @@ class StatusRoutes:
     async def health(self, http: Request) -> Response:
         """Answer 200 while the engine makes progress: a busy loop answers and its steps come back.
 
-        One replica of several is enough. The answer names the replicas that are dead or stalled.
+        One replica of several is enough, and so is one that is being started again. The answer
+        names the replicas that are dead or stalled, or that are being started again.
         """
         return _json(await self._health("ok"))
 
@@ -43,6 +44,16 @@ class StatusRoutes:
                 headers=RETRY_AFTER,
             )
         health = await self._health("ready")
+        if len(health.restarting_replicas) + len(health.dead_replicas) == len(
+            self._service.llm.replicas
+        ):
+            raise ApiError(
+                503,
+                "the engine is being started again",
+                kind="server_error",
+                code="restarting",
+                headers=RETRY_AFTER,
+            )
         if await self._service.llm.is_sleeping():
             raise ApiError(
                 503,
@@ -60,7 +71,13 @@ class StatusRoutes:
         stalled = {
             str(status.number): status.stalled for status in replicas if status.stalled is not None
         }
-        return Status("degraded" if dead or stalled else good, dead, stalled)
+        restarting = {
+            str(status.number): status.restarting
+            for status in replicas
+            if status.restarting is not None
+        }
+        word = "degraded" if dead or stalled else "restarting" if restarting else good
+        return Status(word, dead, stalled, restarting)
 
     async def version(self, http: Request) -> Response:
         """Answer with the server's version."""

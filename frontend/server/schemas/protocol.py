@@ -253,11 +253,14 @@ class Status(msgspec.Struct, omit_defaults=True):
     """Answer to /health and /ready."""
 
     status: str
-    """'degraded' while some replicas serve and others are dead or stalled."""
+    """'degraded' while some replicas serve and others are dead or stalled; 'restarting' while a
+    replica is being started again and none is dead or stalled."""
     dead_replicas: dict[str, str] = {}
     """Number of each dead replica -> its cause of death."""
     stalled_replicas: dict[str, str] = {}
     """Number of each stalled replica -> the cause of the stall."""
+    restarting_replicas: dict[str, str] = {}
+    """Number of each replica that is being started again -> the cause of its death."""
 
 
 class Version(msgspec.Struct):

@@ -173,7 +173,7 @@ class Service:
 
     def own_figures(self) -> Figures:
         """Return the figures of this process."""
-        return self.metrics.figures(self.llm.num_tokens_received)
+        return self.metrics.figures(self.llm.num_tokens_received, self.llm.recovery)
 
     # Checks of requests.
 

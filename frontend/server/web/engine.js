@@ -71,7 +71,7 @@ export function makeEngineView(onKeyNeeded) {
     const overview = isAnswer ? await getFlight(null, null, signal).catch(() => null) : null;
     if (newest !== null) {
       newest.replicas = overview?.replicas ?? newest.replicas.map(
-        ({ replica: number }) => ({ replica: number, dead: null, stalled: null }));
+        ({ replica: number }) => ({ replica: number, dead: null, stalled: null, restarting: null }));
     }
     if (overview !== null && !isChosen && !signal.aborted) turnTo(overview.replica);
     if (isAnswer) return error.message;
@@ -154,7 +154,8 @@ export function makeEngineView(onKeyNeeded) {
       choice.replaceChildren(...options);
     }
     newest.replicas.forEach((each, i) => {
-      const state = each.dead ? " (dead)" : each.stalled ? " (stalled)" : "";
+      const state = each.dead ? " (dead)" : each.stalled ? " (stalled)"
+        : each.restarting ? " (restarting)" : "";
       choice.options[i].text = `${each.replica}${state}`;
     });
     choice.value = replica;
@@ -235,9 +236,9 @@ export function makeEngineView(onKeyNeeded) {
   return { start };
 }
 
-/** Return why a replica is dead or stalled; null if it is neither. */
+/** Return why a replica is dead, stalled or being started again; null if it serves. */
 function trouble(replica) {
-  return replica.dead ?? replica.stalled;
+  return replica.dead ?? replica.stalled ?? replica.restarting;
 }
 
 function setState(kind, words) {

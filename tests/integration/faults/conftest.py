@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from sidestep import EngineArgs
+from sidestep.frontend.replicas import restart_budget
 from tests.integration.faults.asks import Reference
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start replicas again without long pauses."""
+    monkeypatch.setattr(restart_budget, "BACKOFF_S", (0.0, 0.05, 0.1))
 
 
 @pytest.fixture(scope="session")

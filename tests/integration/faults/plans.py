@@ -41,6 +41,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Replicas of the engine."""
         return int(self.options["data_parallel_size"])
 
+    @property
+    def may_kill_twice(self) -> bool:
+        """Whether the faults can kill a request's replica twice."""
+        restarts = self.options["restart_limit"] > 0
+        deadly = [fault for fault in self.faults if fault.kind != "slow"]
+        each = [
+            (self.num_replicas if fault.replica is None else 1)
+            * (2 if restarts and fault.start is None else 1)
+            for fault in deadly
+        ]
+        return sum(each) > 1
+
 
 def causes(fault: Fault) -> list[str]:
     """Return the patterns of the errors that name a fault as the cause."""
@@ -75,6 +87,7 @@ def make_plan(seed: int) -> Plan:
         "async_scheduling": rng.random() < 0.75,
         "enable_prefix_caching": rng.random() < 0.75,
         "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        "restart_limit": rng.choice([0, 1, 3]),
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}
         if rng.random() < 0.2
         else None,
@@ -83,7 +96,15 @@ def make_plan(seed: int) -> Plan:
     asks = [make_ask(rng, index, num_frontends) for index in range(rng.randint(8, 14))]
     if options["scheduling_policy"] == "priority":
         asks = [msgspec.structs.replace(ask, priority=rng.randint(0, 2)) for ask in asks]
-    faults = make_faults(rng, options["data_parallel_size"], tp * pp, (pp - 1) * tp)
+    faults = [
+        msgspec.structs.replace(fault, start=rng.choice([None, 0, 0, 1]))
+        if fault.for_token is None
+        else fault
+        for fault in make_faults(rng, options["data_parallel_size"], tp * pp, (pp - 1) * tp)
+    ]
+    if options["restart_limit"] and all(fault.start == 1 for fault in faults):
+        victim = rng.randrange(options["data_parallel_size"])
+        faults.append(Fault(kind="die", at=rng.randint(0, 9), replica=victim, start=0))
     if any(fault.for_token == POISON for fault in faults):
         index = rng.randrange(len(asks))
         poisoned = msgspec.structs.replace(asks[index], prompt=[*asks[index].prompt, POISON])

@@ -92,7 +92,14 @@ class Run:
         is_alive = any(status.dead is None for status in frontends[0].replicas)
         named = [cause for fault in self._plan.faults for cause in causes(fault)]
         for index, history in enumerate(self._histories):
-            for problem in history.check(self._reference, must_complete=is_alive, causes=named):
+            # A request that may be the cause of two deaths is not tried a third time.
+            must_complete = is_alive and not (
+                self._plan.may_kill_twice
+                and "it is the second that has died with this request" in str(history.error)
+            )
+            for problem in history.check(
+                self._reference, must_complete=must_complete, causes=named
+            ):
                 self._problems.append(f"request {index}: {problem}")
 
     async def _ask_all(self, frontends: Sequence[AsyncLLM], asks: Sequence[Ask]) -> None:
@@ -161,31 +168,31 @@ class Run:
     async def _end_stalled(self, llm: AsyncLLM) -> None:
         """Kill what the plan hangs, or leaves without a message, once its replica stalls.
 
-        A supervisor will do this for users.
+        Users have to do this.
         """
-        pids = llm.pids
-        watched = {
+        watched = [
             (replica, fault)
             for fault in self._plan.faults
             if fault.kind in ("hang", "drop")
             for replica in range(self._plan.num_replicas)
             if fault.replica in (None, replica)
-        }
+        ]
+        killed = set[int]()
         while watched:
-            for replica, fault in list(watched):
-                if await self._is_stalled(llm, replica):
-                    prefix = f"replica_{replica}_" if self._plan.num_replicas > 1 else ""
-                    victim = _victim(fault)
+            for replica, fault in watched:
+                prefix = f"replica_{replica}_" if self._plan.num_replicas > 1 else ""
+                pid = llm.pids[prefix + _victim(fault)]
+                if pid not in killed and await self._is_stalled(llm, replica):
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pids[prefix + victim], signal.SIGKILL)
-                    watched.discard((replica, fault))
+                        os.kill(pid, signal.SIGKILL)
+                    killed.add(pid)
             await asyncio.sleep(0.01)
 
     async def _is_stalled(self, llm: AsyncLLM, replica: int) -> bool:
         try:
             answer = await llm._replicas.ask(replica, "ping", timeout_s=_STALL_S)
         except EngineStalledError:
-            return True
+            return llm.replicas[replica].restarting is None
         except EngineDeadError:
             return False
         return (answer.result or {})["seconds_since_progress"] > _STALL_S
@@ -195,12 +202,19 @@ class Run:
         for number, each in enumerate(frontends):
             if number != self._plan.leaver and (len(each._outputs) or each._replicas._requests):
                 self._problems.append(f"frontend {number} has requests: {each._replicas!r}")
+
+        async def stats() -> dict[int, dict[str, float]]:
+            try:
+                return await frontends[0].get_stats_by_replica()
+            except EngineStalledError:  # it is being started again
+                return {0: {"num_running": 1}}
+
         try:
             await until(
-                frontends[0].get_stats_by_replica,
+                stats,
                 lambda replicas: (
                     not any(
-                        stats[name]
+                        stats.get(name, 0)
                         for stats in replicas.values()
                         for name in ("num_running", "num_waiting", "kv_cache_usage")
                     )

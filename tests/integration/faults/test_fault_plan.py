@@ -58,7 +58,7 @@ async def tokens_of(llm: AsyncLLM, prompt: list[int], told: list[int], **fields:
     "fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.message or fault.process}"
 )
 async def test_a_fault_happens_and_its_cause_is_named(make_llm: MakeLLM, fault: Fault) -> None:
-    llm = make_llm(tensor_parallel_size=2, fake_faults=plan_of(fault))
+    llm = make_llm(tensor_parallel_size=2, restart_limit=0, fake_faults=plan_of(fault))
     fields = REGEX if fault.message == "masks" else {"ignore_eos": True, "max_tokens": 1500}
     told: list[int] = []
     with pytest.raises(EngineDeadError) as caught:

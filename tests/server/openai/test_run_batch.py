@@ -194,7 +194,7 @@ async def test_as_many_run_at_once_as_may(fake_model: str) -> None:
 async def test_requests_that_ran_when_the_engine_died_have_no_result(fake_model: str) -> None:
     results: list[BatchResult] = []
     async with AsyncLLM.from_engine_args(
-        EngineArgs(model=fake_model, device="fake", fake_step_ms=1)
+        EngineArgs(model=fake_model, device="fake", fake_step_ms=1, restart_limit=0)
     ) as llm:
 
         def take(result: BatchResult) -> None:

@@ -200,7 +200,8 @@ def test_one_that_hangs_holds_nobody_up(server: LiveServer) -> None:
     until_all_serve(server)
 
 
-def test_the_engine_s_death_ends_all_with_an_error(server: LiveServer) -> None:
+def test_the_engine_s_death_ends_all_with_an_error(make_server: Make) -> None:
+    server = make_server("--api-server-count", str(COUNT), "--restart-limit", "0", step_ms=5)
     with ExitStack() as stack:
         streams = streams_of_all(server, stack)
         children = psutil.Process(server.process.pid).children()

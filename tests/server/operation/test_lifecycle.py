@@ -107,7 +107,7 @@ def test_a_second_signal_ends_it_at_once(make_server: Make) -> None:
 
 @pytest.mark.parametrize("victim", ["core", "worker"])
 def test_the_engine_s_death_ends_the_server_with_an_error(victim: str, make_server: Make) -> None:
-    server = make_server(step_ms=5)
+    server = make_server("--restart-limit", "0", step_ms=5)
     core = psutil.Process(server.process.pid).children()[0]
     stream, data = begin(server, {**LONG, "max_tokens": 2000})
     (core if victim == "core" else core.children()[0]).kill()

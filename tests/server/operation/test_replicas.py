@@ -32,7 +32,8 @@ def test_each_replica_has_its_figures_and_its_flight_recorder(make_server: Make)
         told = server.http.get(f"/v1/flight?replica={replica}").json()
         assert (told["replica"], len(told["steps"])) == (replica, told["next"]) and told["next"] > 0
         assert told["replicas"] == [
-            {"replica": number, "dead": None, "stalled": None} for number in (0, 1)
+            {"replica": number, "dead": None, "stalled": None, "restarting": None}
+            for number in (0, 1)
         ]
     for query in ("replica=2", "replica=x", "replica=0&replica=1"):
         assert server.http.get(f"/v1/flight?{query}").status_code == 400
@@ -41,7 +42,9 @@ def test_each_replica_has_its_figures_and_its_flight_recorder(make_server: Make)
 def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: Make) -> None:
     """Run a server of two processes, each of which routes by itself."""
     server = make_server(
-        "--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "4", step_ms=3
+        *("--data-parallel-size", "2", "--api-server-count", "2", "--max-num-seqs", "4"),
+        *("--restart-limit", "0"),
+        step_ms=3,
     )
     body = {"max_tokens": 200, "ignore_eos": True, "stream": True}
     with ExitStack() as stack:

@@ -310,7 +310,7 @@ def test_a_server_that_goes_and_comes_again_is_told(open_page: Open, fake: LiveS
 def test_what_is_dead_is_not_shown_as_if_it_ran(
     open_page: Open, make_server: Callable[..., LiveServer]
 ) -> None:
-    server = make_server("-dp", "2", step_ms=5)
+    server = make_server("-dp", "2", "--restart-limit", "0", step_ms=5)
     page = open_page(server, expected="status of 50|net::ERR_")
     live(page)
     cores(server.process.pid)[0].kill()
