@@ -18,12 +18,18 @@ import msgspec
 
 from sidestep.executor.base import Answered, Executor, WorkerReady
 from sidestep.executor.gpu.cuda_driver import has_driver
+from sidestep.executor.processes.gpu_recovery import load_nvml, what_gpus_need
 from sidestep.executor.processes.kernel_compiler import CompilerArgs
 from sidestep.executor.processes.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Failure, Order, Reply, WorkerProcArgs
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
-from sidestep.ipc.config import EngineConfig, available_cores, exact_products_environment
+from sidestep.ipc.config import (
+    EngineConfig,
+    available_cores,
+    exact_products_environment,
+    visible_gpus_of_environment,
+)
 from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.shm_ring import (
     DEFAULT_SLOTS,
@@ -65,6 +71,15 @@ class MultiprocExecutor(Executor):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks meet while they start."""
         self._answers = RankAnswers(self._world, config.parallel.rank_name)
+
+    def what_devices_need(self) -> str | None:
+        """Return what the replica's GPUs need before they can be used again; None if nothing."""
+        if self._config.parallel.device not in ("auto", "cuda") or not has_driver():
+            return None
+        visible = visible_gpus_of_environment()
+        own = range(self._replica * self._world, (self._replica + 1) * self._world)
+        names = map(str, own) if visible is None else visible[own.start : own.stop]
+        return what_gpus_need(list(names), load_nvml())
 
     def launch(self) -> None:
         """Spawn the workers, and the process that compiles kernels ahead."""
