@@ -16,6 +16,7 @@ from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.worker_calls import WorkerCalls
 from sidestep.executor.base import Executor
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
+from sidestep.ipc.processes.core_args import OWNER
 from sidestep.ipc.transport.envelope import Refused, Subject, envelope_of, handles_of
 from sidestep.ipc.transport.messages import (
     AbortRequests,
@@ -25,6 +26,7 @@ from sidestep.ipc.transport.messages import (
     CallWorkers,
     CancelCall,
     Outputs,
+    WorkersChanged,
 )
 from sidestep.ipc.transport.records import pack_requests
 from sidestep.ipc.transport.step import StepInput
@@ -58,7 +60,7 @@ class EngineCore:
             scheduler.reset_prefix_cache,
             clock,
         )
-        self._answers: list[tuple[int, Answer]] = []
+        self._answers: list[tuple[int, Answer | WorkersChanged]] = []
 
     def __repr__(self) -> str:
         return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
@@ -142,7 +144,10 @@ class EngineCore:
             outputs += self.scheduler.update(output).items()
         # 3. Send the next call of a frontend, and take the requests that have waited for calls.
         if self.calls.has_any:
-            self._answers += self.calls.turn()
+            answers = self.calls.turn()
+            if (change := self.calls.take_change()) is not None:  # known before the caller goes on
+                self._answers.append((OWNER, change))
+            self._answers += answers
             for message in self.calls.take_held():
                 self.handle(message)
         # 4. Queue the next step behind it. The outputs go out after this: the device comes first.
@@ -158,8 +163,8 @@ class EngineCore:
         self.recorder.turn_ended()
         return outputs
 
-    def take_answers(self) -> list[tuple[int, Answer]]:
-        """Return the answers to calls to the workers, by client."""
+    def take_answers(self) -> list[tuple[int, Answer | WorkersChanged]]:
+        """Return the answers to calls to the workers, and news of what they changed, by client."""
         answers, self._answers = self._answers, []
         return answers
 

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 
 from sidestep.executor.base import Answered, Executor
 from sidestep.ipc.transport.envelope import handles_of
-from sidestep.ipc.transport.messages import AbortRequests, AddRequest, Answer, CallWorkers
-from sidestep.ipc.transport.worker_calls import CallResult, Sleep, WakeUp
+from sidestep.ipc.transport.messages import (
+    AbortRequests,
+    AddRequest,
+    Answer,
+    CallWorkers,
+    WorkersChanged,
+)
+from sidestep.ipc.transport.worker_calls import ApplyWeights, CallResult, Sleep, WakeUp
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +55,9 @@ class WorkerCalls:
     clock: Callable[[], float]
     sleep_level: int = 0
     """The level at which the workers sleep; 0 while they are awake."""
+    weights: str | None = None
+    """Folder of the weights in use; None for those of the start."""
+    _told: WorkersChanged = field(default_factory=WorkersChanged)
     _waiting: deque[_Asked] = field(default_factory=deque)
     _sent: dict[int, _Asked] = field(default_factory=dict)
     """By number. All but the last have come to their time limit."""
@@ -139,6 +148,14 @@ class WorkerCalls:
         held, self._held = self._held, []
         return held
 
+    def take_change(self) -> WorkersChanged | None:
+        """Return what the workers are now, if that has changed since the last time."""
+        now = WorkersChanged(sleep_level=self.sleep_level, weights=self.weights)
+        if now == self._told:
+            return None
+        self._told = now
+        return now
+
     @property
     def num_held(self) -> int:
         """Number of requests in the messages that are held."""
@@ -188,6 +205,8 @@ class WorkerCalls:
             self.sleep_level = call.level
         elif isinstance(call, WakeUp) and not answered.num_refused:
             self.sleep_level = 0
+        elif isinstance(call, ApplyWeights) and not answered.num_refused:
+            self.weights = call.folder
         return None if one.is_told else one.answer(answered.results, answered.error)
 
 

@@ -23,7 +23,7 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs, StartAgain
+from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
 from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.channels import Broken
@@ -38,13 +38,12 @@ from sidestep.ipc.transport.messages import (
     Ready,
     ToCore,
     ToFrontend,
+    WorkersChanged,
 )
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
 logger = logging.getLogger(__name__)
 
-OWNER = 0
-"""Number of the frontend that starts the core; other frontends join."""
 _JOIN_S = 60.0
 """Seconds that a core may take to answer a frontend that joins."""
 
@@ -108,12 +107,13 @@ class EngineClient:
         on_death: Callable[[Death], None],
         client: int = OWNER,
         on_ready: Callable[[Ready], None] | None = None,
+        on_workers: Callable[[WorkersChanged], None] | None = None,
     ) -> None:
         """Use a channel, without a core yet.
 
         on_outputs: takes a step's tokens, and whether another step's tokens follow at once. client:
         this frontend's number at the core. on_ready: called when the core serves, unless
-        `poll_ready` has said it.
+        `poll_ready` has said it. on_workers: called when a call has changed the workers.
         """
         self.client = client
         self._dead_error: EngineDeadError | None = None
@@ -121,6 +121,7 @@ class EngineClient:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._on_ready = on_ready
+        self._on_workers = on_workers
         self._has_served = False
         self._core: Child | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -354,6 +355,9 @@ class EngineClient:
                     future.set_result(message)
             elif isinstance(message, Ready):
                 self._serves(message)
+            elif isinstance(message, WorkersChanged):
+                if self._on_workers is not None:
+                    self._on_workers(message)
             elif isinstance(message, Dead):
                 self._die(message.cause, message.origin, message.is_final)
             elif isinstance(message, Broken):

@@ -130,6 +130,7 @@ class ReplicaSet(CoreQuestions):
             lambda death: self.died(replica, death),
             client,
             lambda ready: self._on_ready(replica, ready),
+            lambda change: self._supervisor.workers_changed(replica, change),
         )
 
     # Starting and ending.
@@ -355,9 +356,13 @@ class ReplicaSet(CoreQuestions):
 
     def _on_ready(self, replica: int, ready: Ready) -> None:
         """Use a replica that serves again; its cache is empty."""
-        if self._restarting.pop(replica, None) is None or self._closed:
+        if replica not in self._restarting or self._closed:
             return
         self._ready[replica] = ready
+        if (problem := self._supervisor.is_outdated(replica)) is not None:
+            self.died(replica, Death(problem, "start"))
+            return
+        del self._restarting[replica]
         self._alive = sorted((*self._alive, replica))
         self._requests.router.back(replica, ready.num_kv_blocks)
         logger.warning(self.named(replica, "the engine serves again"))

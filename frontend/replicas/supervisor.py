@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from sidestep.frontend.replicas.engine_client import OWNER, Channel, Death, EngineClient
+import msgspec
+
+from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.guests import Guests
 from sidestep.frontend.replicas.restart_budget import RestartBudget
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import Seat, StartAgain
+from sidestep.ipc.processes.core_args import OWNER, Seat, StartAgain
 from sidestep.ipc.transport.channels import FrontendChannel
-from sidestep.ipc.transport.messages import Ready
+from sidestep.ipc.transport.messages import Ready, WorkersChanged
 from sidestep.ipc.transport.owner_line import Back, Down, GuestEnd
 
 logger = logging.getLogger(__name__)
@@ -67,6 +70,14 @@ class Supervisor(abc.ABC):
         """Take what the owner has told."""
 
     @abc.abstractmethod
+    def workers_changed(self, replica: int, change: WorkersChanged) -> None:
+        """Take note of what a call has changed of a replica's workers."""
+
+    @abc.abstractmethod
+    def is_outdated(self, replica: int) -> str | None:
+        """Return why a replica that has just begun to serve cannot be used; None if it can."""
+
+    @abc.abstractmethod
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Bind the connections to other frontends to an event loop."""
 
@@ -91,11 +102,18 @@ class OwnSupervisor(Supervisor):
         self._budget = RestartBudget(config.frontend.restart_limit)
         self._guests = guests
         self._open_channel = open_channel
+        self._asleep: set[int] = set()
+        self._weights: str | None = None
+        """Folder of the weights that the engine uses now, if they are not those of its start."""
+        self._started_with: dict[int, str | None] = {}
+        """By replica: the weights of its last start."""
 
     def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
         """Start a replica again, after a pause, unless its budget is spent."""
         if death.is_final:
             return death.cause
+        if replica in self._asleep:
+            return f"{death.cause}; it slept, and what sleeps is not started again"
         delay_s = self._budget.take(replica)
         if delay_s is None:
             return death.cause + self._budget.spent(replica)
@@ -103,9 +121,10 @@ class OwnSupervisor(Supervisor):
         again = StartAgain(self._budget.total(replica), delay_s, pids)
         try:
             client = self._host.replace_client(replica, self._open_channel(), OWNER)
-            client.start_core(self._config, replica, again)
+            client.start_core(with_weights(self._config, self._weights), replica, again)
         except OSError as error:  # no descriptor or no process can be had
             return f"{death.cause}; it cannot be started again: {error}"
+        self._started_with[replica] = self._weights
         self._host.attach_client(replica)
         self._guests.down(replica, death.cause)
         return None
@@ -120,6 +139,20 @@ class OwnSupervisor(Supervisor):
 
     def take_news(self) -> None:
         """Do nothing: this is the owner."""
+
+    def workers_changed(self, replica: int, change: WorkersChanged) -> None:
+        """Remember it for the next start."""
+        self._asleep.discard(replica)
+        if change.sleep_level:
+            self._asleep.add(replica)
+        if change.weights is not None:
+            self._weights = change.weights
+
+    def is_outdated(self, replica: int) -> str | None:
+        """Return the reason if the engine got other weights while the replica started."""
+        if self._started_with.get(replica) == self._weights:
+            return None
+        return "its weights have been replaced while it started"
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Listen to the guests."""
@@ -152,6 +185,13 @@ class GuestSupervisor(Supervisor):
 
     def serves(self, replica: int) -> None:
         """Do nothing: the owner knows."""
+
+    def workers_changed(self, replica: int, change: WorkersChanged) -> None:
+        """Do nothing: the owner knows."""
+
+    def is_outdated(self, replica: int) -> str | None:
+        """Return None: the owner has seen to it."""
+        return None
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Listen to the owner."""
@@ -187,3 +227,14 @@ class GuestSupervisor(Supervisor):
         if self._loop is not None and not self._loop.is_closed() and self._line.fileno() >= 0:
             self._loop.remove_reader(self._line.fileno())
         self._line.close()
+
+
+def with_weights(config: EngineConfig, folder: str | None) -> EngineConfig:
+    """Return the configuration of an engine whose weights come from a folder; None: its own."""
+    if folder is None:
+        return config
+    return dataclasses.replace(
+        config,
+        spec=msgspec.structs.replace(config.spec, path=folder),
+        model=dataclasses.replace(config.model, load_format="auto"),
+    )

@@ -11,6 +11,9 @@ import msgspec
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import EngineConfig
 
+OWNER = 0
+"""Number, at its core, of the frontend that starts the core; other frontends join."""
+
 
 @dataclass(frozen=True)
 class ClientAddress:

@@ -239,7 +239,16 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
     error: str | None = None
 
 
-ToFrontend = Ready | Dead | Outputs | Answer
+class WorkersChanged(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """What calls have changed of the workers; for the frontend that starts the core again."""
+
+    sleep_level: int = 0
+    """0 while they are awake."""
+    weights: str | None = None
+    """Folder of the weights in use; None for those of the start."""
+
+
+ToFrontend = Ready | Dead | Outputs | Answer | WorkersChanged
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ToCore] = msgspec.msgpack.Decoder(ToCore)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -158,3 +159,15 @@ async def test_a_cancelled_update_changes_nothing_or_all(models: tuple[str, str]
         async for out in llm.generate(PROMPTS[0], GREEDY):
             pass
         assert list(out.outputs[0].token_ids) == expected_of(other)[0]
+
+
+def test_a_replica_that_is_started_again_has_the_weights_in_use(models: tuple[str, str]) -> None:
+    first, other = models
+    with LLM(model=first, device="cpu") as llm:
+        llm.update_weights(other)
+        for _ in range(2):
+            old = psutil.Process(llm.pids["core"])
+            old.kill()
+            assert tokens_of(llm) == expected_of(other)
+            old.wait(60)
+            assert llm.pids["core"] != old.pid

@@ -12,9 +12,17 @@ from sidestep.ipc.transport.messages import (
     Call,
     CallWorkers,
     CancelCall,
+    WorkersChanged,
     unpack_ids,
 )
-from sidestep.ipc.transport.worker_calls import AnyCall, Sleep, StartProfile, StopProfile, WakeUp
+from sidestep.ipc.transport.worker_calls import (
+    AnyCall,
+    ApplyWeights,
+    Sleep,
+    StartProfile,
+    StopProfile,
+    WakeUp,
+)
 from tests.fakes import VOCAB_SIZE, make_request
 from tests.unit.engine_core.test_core import HandExecutor, make_core
 
@@ -27,7 +35,8 @@ def ask(core: EngineCore, call: AnyCall, call_id: int = 0, client: int = 0) -> N
 
 def turn(core: EngineCore) -> list[tuple[int, Answer]]:
     core.step()
-    return core.take_answers()
+    made = core.take_answers()
+    return [(client, answer) for client, answer in made if isinstance(answer, Answer)]
 
 
 def run(core: EngineCore, executor: HandExecutor, turns: int = 30) -> list[int]:
@@ -240,3 +249,22 @@ def test_a_sleep_that_comes_late_holds_requests_until_the_engine_is_woken() -> N
     assert turn(core) == []
     executor.answer(1, {})
     assert len(run(core, executor)) == 5
+
+
+def test_what_calls_change_of_the_workers_is_told_to_who_starts_them_again() -> None:
+    core, executor, _ = make_core()
+    made: list[object] = []
+
+    def call(number: int, one: AnyCall, client: int) -> None:
+        ask(core, one, client=client)
+        core.step()
+        executor.answer(number, {})
+        core.step()
+        made.append([(to, m) for to, m in core.take_answers() if isinstance(m, WorkersChanged)])
+
+    call(0, ApplyWeights(folder="/new"), 2)
+    call(1, PROFILE, 2)
+    call(2, Sleep(level=2), 3)
+    call(3, WakeUp(), 0)
+    new, asleep = WorkersChanged(weights="/new"), WorkersChanged(sleep_level=2, weights="/new")
+    assert made == [[(0, new)], [], [(0, asleep)], [(0, new)]]

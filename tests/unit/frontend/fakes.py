@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sidestep import AsyncLLM
@@ -116,17 +116,25 @@ def client_of(channel: FakeChannel) -> EngineClient:
 
 
 def llm_of(
-    channel: FakeChannel, tokenizer: Tokenizer, max_model_len: int = 100, *others: FakeChannel
+    channel: FakeChannel,
+    tokenizer: Tokenizer,
+    max_model_len: int = 100,
+    *others: FakeChannel,
+    restart_limit: int = 0,
+    open_channel: Callable[[], FakeChannel] = FakeChannel,
 ) -> AsyncLLM:
-    """Return an AsyncLLM whose core is the test; or cores, one a replica."""
+    """Return an AsyncLLM whose core is the test; or cores, one a replica.
+
+    open_channel: makes the channel of a core that is started again.
+    """
     channels = dict(enumerate((channel, *others)))
     made = AsyncLLM.__new__(AsyncLLM)
     llm: Any = made
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
     llm._config = EngineArgs(
-        device="fake", data_parallel_size=len(channels), restart_limit=0
+        device="fake", data_parallel_size=len(channels), restart_limit=restart_limit
     ).create_engine_config()
-    llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len)
+    llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len, open_channel)
     llm._home = llm._replicas.home
     llm._invited = []
     llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
@@ -143,24 +151,31 @@ def replicas_of(
     outputs: OutputProcessor,
     config: EngineConfig,
     max_model_len: int = 100,
+    open_channel: Callable[[], FakeChannel] = FakeChannel,
 ) -> ReplicaSet:
     """Return replicas that a test plays, and that have said they are ready."""
     replicas = ReplicaSet(
-        config, outputs, {number: (channel, 0) for number, channel in channels.items()}
+        config,
+        outputs,
+        {number: (channel, 0) for number, channel in channels.items()},
+        open_channel=open_channel,
     )
     for number, channel in channels.items():
-        channel.say(
-            Ready(
-                max_model_len=max_model_len,
-                num_kv_blocks=90,
-                block_size=16,
-                device="fake",
-                core_pid=number,
-                worker_pids=[],
-            )
-        )
+        channel.say(ready(number, max_model_len))
     replicas.wait_ready()
     return replicas
+
+
+def ready(core_pid: int, max_model_len: int = 100) -> Ready:
+    """Return a core's first message."""
+    return Ready(
+        max_model_len=max_model_len,
+        num_kv_blocks=90,
+        block_size=16,
+        device="fake",
+        core_pid=core_pid,
+        worker_pids=[],
+    )
 
 
 def input_processor(
