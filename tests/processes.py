@@ -36,6 +36,11 @@ def is_alive(pid: int) -> bool:
 
 def cores(pid: int) -> list[psutil.Process]:
     """Return the engine cores that a process has started, in the order of their starts."""
-    return [
-        child for child in psutil.Process(pid).children() if child.cmdline()[-1] == "engine core"
-    ]
+    return [child for child in psutil.Process(pid).children() if _is_core(child)]
+
+
+def _is_core(process: psutil.Process) -> bool:
+    try:
+        return bool(process.cmdline()[-1:] == ["engine core"])
+    except psutil.NoSuchProcess:  # it has ended
+        return False

@@ -1,4 +1,4 @@
-"""What GPUs need before they can be used again, as NVML tells it; called through ctypes.
+"""The needs of GPUs before they can be used again, as NVML tells them; called through ctypes.
 
 A process that used a GPU may have died of the GPU. Then a new process would die too, perhaps after
 minutes, until an operator has reset the GPU or the machine. The driver knows (Xid 154 reports it).

@@ -112,7 +112,7 @@ class Guests:
             self._leave(guest)
             return
         self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
-        # What has happened since it was invited.
+        # Tell it what has happened since it was invited.
         for replica, cause in self._dead().items():
             self._tell(guest, Lost(replica, cause))
         for replica in self._alive():

@@ -110,7 +110,7 @@ class ReplicaSet(CoreQuestions):
         """The clients of cores that have died, whose processes may still be ending."""
         self._closed = False
         self._watchers: set[asyncio.Future[None]] = set()
-        """Those who wait for a change of `_alive` or of the engine's death."""
+        """Futures of the tasks that wait for a replica to serve, or for the engine's death."""
         self._watch = StallWatch(
             lambda replica: self._clients[replica].ping(),
             lambda: self._requests.busy,

@@ -47,7 +47,7 @@ class Host(Protocol):
 
 
 class Supervisor(abc.ABC):
-    """What brings replicas back."""
+    """The part of a frontend that brings replicas back."""
 
     @abc.abstractmethod
     def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:

@@ -240,7 +240,7 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
 
 
 class WorkersChanged(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """What calls have changed of the workers; for the frontend that starts the core again."""
+    """The changes that calls have made to the workers, for who starts the core again."""
 
     sleep_level: int = 0
     """0 while they are awake."""

@@ -1,4 +1,4 @@
-"""What GPUs need after a death, as a library that the test plays tells it."""
+"""The needs of GPUs after a death, as a library that the test plays tells them."""
 
 from __future__ import annotations
 
