@@ -16,7 +16,6 @@ from sidestep.frontend.api.request_checks import check_priority, check_queue, ch
 from sidestep.frontend.api.startup import (
     load_tokenizer,
     open_channels,
-    open_line,
     seed_of_frontend,
     warn_of_shorter_length,
 )
@@ -64,11 +63,12 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
+        channels, line = open_channels(config, invitation)
         self._replicas = ReplicaSet(
             config,
             self._outputs,
-            open_channels(config, invitation),
-            line=open_line(invitation),
+            channels,
+            line=line,
             dead=invitation.dead if invitation is not None else None,
         )
         self._home = self._replicas.home

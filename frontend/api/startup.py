@@ -25,34 +25,29 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     return tokenizer
 
 
-def open_line(invitation: Invitation | None) -> GuestEnd | None:
-    """Return the line to the owner of an engine that this frontend joins.
-
-    Raises EngineStartError if the owner has ended.
-    """
-    return None if invitation is None else GuestEnd(invitation.line)
-
-
 def open_channels(
     config: EngineConfig, invitation: Invitation | None
-) -> dict[int, tuple[FrontendChannel, int]]:
-    """Return a channel to each replica, with this frontend's number there.
+) -> tuple[dict[int, tuple[FrontendChannel, int]], GuestEnd | None]:
+    """Return a channel to each replica, with this frontend's number there, and the line.
 
-    The frontend that starts the engine has number 0.
+    The frontend that starts the engine has number 0, and no line to an owner. Raises
+    EngineStartError if the engine that sent the invitation has ended.
     """
-    if invitation is None:
-        return {
-            replica: (FrontendChannel(), 0) for replica in range(config.parallel.data_parallel_size)
-        }
     channels: dict[int, tuple[FrontendChannel, int]] = {}
+    if invitation is None:
+        for replica in range(config.parallel.data_parallel_size):
+            channels[replica] = FrontendChannel(), 0
+        return channels, None
+    line = GuestEnd(invitation.line)
     try:
         for seat in invitation.seats:
             channels[seat.replica] = FrontendChannel(seat.address), seat.client
     except EngineStartError:
         for channel, _ in channels.values():
             channel.close()
+        line.close()
         raise
-    return channels
+    return channels, line
 
 
 def seed_of_frontend(config: EngineConfig, invitation: Invitation | None) -> str | None:

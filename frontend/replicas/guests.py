@@ -1,4 +1,4 @@
-"""The frontends that have joined an engine, as the frontend that started it sees them.
+"""The frontends that have joined an engine, as the frontend that has invited them sees them.
 
 Each has a line (ipc/transport/owner_line.py). When a replica serves again, each guest gets a new
 seat there: the core is asked to connect to a new address, at which the guest then listens.

@@ -98,7 +98,7 @@ class ReplicaSet(CoreQuestions):
         }
         self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead)
         self._supervisor: Supervisor = (
-            OwnSupervisor(config, self, self._guests, open_channel)
+            OwnSupervisor(config, self, open_channel)
             if line is None
             else GuestSupervisor(config, self, line)
         )
@@ -198,6 +198,7 @@ class ReplicaSet(CoreQuestions):
         self._closed = True
         self._watch.stop()
         self._supervisor.close()
+        self._guests.close()
         for client in self._retired:
             client.close()
         for client in self._clients.values():
@@ -265,6 +266,11 @@ class ReplicaSet(CoreQuestions):
         finally:
             self._watchers.discard(watcher)
 
+    def fail_calls(self, error: EngineDeadError) -> None:
+        """Give everyone who waits for an answer an exception like this one; the engine ends."""
+        super().fail_calls(error)
+        self._tell_watchers()
+
     def _tell_watchers(self) -> None:
         for watcher in self._watchers:
             if not watcher.done():
@@ -312,6 +318,7 @@ class ReplicaSet(CoreQuestions):
             raise EngineDeadError(*self._error.args)
         self._watch.stop()
         self._supervisor.attach(loop)
+        self._guests.attach(loop)
 
     def attach_client(self, replica: int) -> None:
         """Bind the client of a replica to the event loop, if that runs."""
@@ -370,7 +377,7 @@ class ReplicaSet(CoreQuestions):
         self._requests.go_on()
         if self._loop is not None:
             self._watch.wake(self._loop)
-        self._supervisor.serves(replica)
+        self._guests.back(replica)
 
     def replace_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
         """Give a replica that comes back a client for its new core, and retire the old one."""
@@ -402,6 +409,7 @@ class ReplicaSet(CoreQuestions):
             return
         self.counts.restarts[death.origin] += not self._joins
         logger.error("%s; it is being started again", self.named(replica, death.cause))
+        self._guests.down(replica, death.cause)
         self._move_all(replica, death.cause)
 
     def lost(self, replica: int, cause: str, death: Death | None = None) -> None:
@@ -415,7 +423,7 @@ class ReplicaSet(CoreQuestions):
         self._dead[replica] = cause
         if self._dispatcher is None:
             return  # this frontend is joining
-        self._supervisor.stays_dead(replica, cause)
+        self._guests.lost(replica, cause)
         if not self._alive and not self._restarting:
             self._die()
             return

@@ -15,7 +15,6 @@ from typing import Protocol
 import msgspec
 
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
-from sidestep.frontend.replicas.guests import Guests
 from sidestep.frontend.replicas.restart_budget import RestartBudget
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
@@ -58,14 +57,6 @@ class Supervisor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def stays_dead(self, replica: int, cause: str) -> None:
-        """Take note that a replica stays dead."""
-
-    @abc.abstractmethod
-    def serves(self, replica: int) -> None:
-        """Take note that a replica serves again."""
-
-    @abc.abstractmethod
     def take_news(self) -> None:
         """Take what the owner has told."""
 
@@ -79,7 +70,7 @@ class Supervisor(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Bind the connections to other frontends to an event loop."""
+        """Bind the connection to the owner to an event loop."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -93,14 +84,12 @@ class OwnSupervisor(Supervisor):
         self,
         config: EngineConfig,
         host: Host,
-        guests: Guests,
         open_channel: Callable[[], Channel] = FrontendChannel,
     ) -> None:
         """Start nothing yet."""
         self._config = config
         self._host = host
         self._budget = RestartBudget(config.frontend.restart_limit)
-        self._guests = guests
         self._open_channel = open_channel
         self._asleep: set[int] = set()
         self._weights: str | None = None
@@ -126,16 +115,7 @@ class OwnSupervisor(Supervisor):
             return f"{death.cause}; it cannot be started again: {error}"
         self._started_with[replica] = self._weights
         self._host.attach_client(replica)
-        self._guests.down(replica, death.cause)
         return None
-
-    def stays_dead(self, replica: int, cause: str) -> None:
-        """Tell the guests."""
-        self._guests.lost(replica, cause)
-
-    def serves(self, replica: int) -> None:
-        """Give the guests seats."""
-        self._guests.back(replica)
 
     def take_news(self) -> None:
         """Do nothing: this is the owner."""
@@ -155,12 +135,10 @@ class OwnSupervisor(Supervisor):
         return "its weights have been replaced while it started"
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Listen to the guests."""
-        self._guests.attach(loop)
+        """Do nothing: nobody tells the owner."""
 
     def close(self) -> None:
-        """End the lines to the guests."""
-        self._guests.close()
+        """Do nothing: the clients end the cores."""
 
 
 class GuestSupervisor(Supervisor):
@@ -179,12 +157,6 @@ class GuestSupervisor(Supervisor):
         if not self._is_possible or not self._line.is_open or death.is_final:
             return death.cause
         return death.cause if death.origin == "message" else None
-
-    def stays_dead(self, replica: int, cause: str) -> None:
-        """Do nothing: the owner knows."""
-
-    def serves(self, replica: int) -> None:
-        """Do nothing: the owner knows."""
 
     def workers_changed(self, replica: int, change: WorkersChanged) -> None:
         """Do nothing: the owner knows."""

@@ -110,6 +110,7 @@ async def test_all_frontends_go_on_and_later_ones_join(make_llm: MakeLLM) -> Non
     llm = make_llm(fake_step_ms=3.0, max_num_seqs=4)
     vocab = llm.get_tokenizer().vocab_size
     guests = [AsyncLLM.join(await llm.invite()) for _ in range(2)]
+    guests.append(AsyncLLM.join(await guests[1].invite()))
     try:
         for turn in range(2):
             frontends = [llm, *guests]
@@ -122,7 +123,8 @@ async def test_all_frontends_go_on_and_later_ones_join(make_llm: MakeLLM) -> Non
             while not llm.replicas[0].restarting:
                 await asyncio.sleep(0.01)
             guests.append(AsyncLLM.join(await llm.invite()))
-            tasks.append(asyncio.create_task(tokens_of(guests[-1], [turn + 1, 6], 6, 60)))
+            late = len(tasks)
+            tasks.append(asyncio.create_task(tokens_of(guests[-1], [turn + 1, late], late, 60)))
             async with asyncio.timeout(LIMIT_S):
                 assert await asyncio.gather(*tasks) == [
                     expected_tokens([turn + 1, i], 60, i, vocab) for i in range(len(tasks))

@@ -170,6 +170,21 @@ async def test_a_start_that_would_be_useless_is_the_last(
     assert len(begun) == 1 and health(llm) == "dead"
 
 
+async def test_calls_that_wait_for_a_restart_end_with_the_engine(
+    tokenizer: Tokenizer, begun: list[Any]
+) -> None:
+    llm, cores = make(tokenizer, 1)
+    llm._replicas.attach()
+    kill(cores[0])
+    await turns()
+    calls = [asyncio.create_task(call) for call in (llm.reset_prefix_cache(), llm.invite())]
+    await turns()
+    llm.shutdown()
+    for call in calls:
+        with pytest.raises(EngineDeadError, match="shut down"):
+            await call
+
+
 async def test_what_slept_stays_dead_and_new_weights_are_loaded_again(
     tokenizer: Tokenizer, begun: list[Any]
 ) -> None:
