@@ -68,8 +68,13 @@ class ServerArgs(Options):
         "Seconds between the comments that a stream gets while its request waits for its first "
         "token, so that no proxy takes the connection for dead; 0: none.",
     )
+    drain_grace: float = option(
+        0.0,
+        "Seconds after SIGTERM in which new requests are still taken while /ready answers 503, so "
+        "that load balancers notice before a request is refused.",
+    )
     shutdown_timeout: float = option(
-        30.0, "Seconds that running requests get to end after SIGTERM."
+        30.0, "Seconds that running requests get to end after SIGTERM and --drain-grace."
     )
     tool_call_parser: str | None = option(
         None,
@@ -95,6 +100,7 @@ class ServerArgs(Options):
         _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
         _require(self.read_timeout > 0, "read_timeout", "must be above 0")
         _require(self.stream_comments >= 0, "stream_comments", "must not be negative")
+        _require(self.drain_grace >= 0, "drain_grace", "must not be negative")
         _require(self.shutdown_timeout >= 0, "shutdown_timeout", "must not be negative")
         _require(
             self.ssl_certfile is not None

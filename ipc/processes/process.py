@@ -102,6 +102,11 @@ class Child:
         """Wait at most `timeout_s` seconds for the child to end, and return whether it has."""
         return self._ended.wait(timeout_s)
 
+    @property
+    def exit_status(self) -> int | None:
+        """The exit status; negative after a signal, None while the process runs."""
+        return self._popen.returncode
+
     def death_cause(self) -> str:
         """Return how it ended, as text for users."""
         code = self._popen.returncode

@@ -34,8 +34,8 @@ class StatusRoutes:
         return _json(await self._health("ok"))
 
     async def ready(self, http: Request) -> Response:
-        """Answer 200 while the server takes new requests."""
-        if self._service.is_draining:
+        """Answer 200 while the engine makes progress and the server does not end."""
+        if self._service.is_ending:
             raise ApiError(
                 503,
                 "the server is shutting down",

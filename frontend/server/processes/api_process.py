@@ -31,7 +31,7 @@ _GATHER_S = 5.0
 
 
 def main(raw: bytes) -> None:
-    """Run the process, as its entry point. The exit status is 0 after a drain."""
+    """Run the process, as its entry point. The exit status is 0 after a drain of all requests."""
     job = decode_args(raw, ApiProcessArgs)
     try:
         llm = AsyncLLM.join(job.invitation)
@@ -42,6 +42,9 @@ def main(raw: bytes) -> None:
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             dead = runner.run(_serve(job, Service(llm, job.args, job.names, tracing, prefixes)))
+    except SidestepError as error:
+        tell(f"sidestep: {error}", logging.ERROR)
+        sys.exit(1)
     finally:
         llm.shutdown()
         if tracing is not None:

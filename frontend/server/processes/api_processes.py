@@ -27,7 +27,7 @@ from sidestep.ipc.processes.process import Child, spawn
 _ANSWER_S = 2.0
 """Seconds to wait for the figures of a process, which may hang."""
 _LAST_S = 5.0
-"""Seconds that the others may need beyond --shutdown-timeout, before they are ended."""
+"""Seconds that the others may need beyond the time of a drain, before they are ended."""
 
 
 class ApiProcessArgs(msgspec.Struct):
@@ -79,6 +79,9 @@ class ApiProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self.failure: SidestepError | None = None
         """Reason why a process could not be replaced."""
+        self.cut_short = False
+        """Whether a process has ended, or was ended, before its requests in a drain."""
+        self._is_draining = False
         self.on_failure: Callable[[], None] = lambda: None
         service.gather = self.gather
 
@@ -99,9 +102,9 @@ class ApiProcesses:
     def drain(self) -> None:
         """Let the processes take no more requests and end after the running ones.
 
-        They end after --shutdown-timeout at the latest.
+        They end after --drain-grace and --shutdown-timeout at the latest.
         """
-        self._is_serving = False
+        self._is_serving, self._is_draining = False, True
         for member in self._members.values():
             member.line.say(Drain())
 
@@ -122,6 +125,7 @@ class ApiProcesses:
             )
             for task in late:
                 task.cancel()
+            self.cut_short |= bool(late)
 
     async def close(self) -> None:
         """End the processes that still run."""
@@ -199,6 +203,7 @@ class ApiProcesses:
 
     def _ended(self, number: int, member: _Member, cause: str) -> None:
         member.ended.set()
+        self.cut_short |= self._is_draining and member.serves and member.child.exit_status != 0
         if member.latest is not None:
             member.latest.end()
             if self._past is None:

@@ -1,4 +1,9 @@
-"""Run a server: listen once the engine serves, drain at SIGTERM, and end with the engine."""
+"""Run a server: listen once the engine serves, drain at SIGTERM, and end with the engine.
+
+A drain has two parts. During --drain-grace /ready answers 503 and requests are taken as before, as
+load balancers notice it late. Then new requests are refused, and the running ones get
+--shutdown-timeout.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.processes.api_processes import ApiProcesses
 from sidestep.frontend.server.service.service import Service
 from sidestep.frontend.server.transport.http_protocol import BoundedHttpProtocol, FileWatch
-from sidestep.ipc.common.errors import EngineDeadError, ValidationError
+from sidestep.ipc.common.errors import EngineDeadError, SidestepError, ValidationError
 from sidestep.ipc.common.logs import tell
 
 _COLLECT = (50_000, 20, 100)
@@ -66,6 +71,8 @@ class Server(uvicorn.Server):
         self._ends: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.listens = asyncio.Event()
+        self.num_aborted = 0
+        """Number of requests that the drain has aborted, as they took too long."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to take connections."""
@@ -74,10 +81,10 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Drain at the first signal, end at once at the second."""
-        self._loop.call_soon_threadsafe(self.end, self.service.is_draining)
+        self._loop.call_soon_threadsafe(self.end, self.service.is_ending)
 
     def end(self, at_once: bool = False) -> None:
-        """Take no more requests, and end when the running ones have ended.
+        """Drain, and end when the running requests have ended.
 
         at_once: end now, and abort the running requests.
         """
@@ -97,7 +104,8 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         if self._others is not None:
             self._others.drain()
-        await self.service.drain(self.service.args.shutdown_timeout)
+        args = self.service.args
+        self.num_aborted = await self.service.drain(args.drain_grace, args.shutdown_timeout)
         if self._others is not None:
             await self._others.wait_ended()
         self.should_exit = True
@@ -129,7 +137,8 @@ async def serve(
     """Serve until a signal or the engine's death; return the death's error, else None.
 
     With --api-server-count the other processes have joined before the first request is taken, and
-    have ended when this returns. Raises SidestepError if one of them cannot be started or replaced.
+    have ended when this returns. Raises SidestepError if one of them cannot be started or replaced,
+    and if the server has ended before its requests.
     """
     if service.args.api_server_count == 1:
         return await run(make_server(service, keys, version), listener)
@@ -146,6 +155,8 @@ async def serve(
         await others.close()
     if others.failure is not None:
         raise others.failure
+    if others.cut_short and dead is None:
+        raise SidestepError("a process of the server has ended before its requests")
     return dead
 
 
@@ -154,7 +165,8 @@ async def run(
 ) -> EngineDeadError | None:
     """Serve with this process until a signal or the engine's death; return the death's error.
 
-    announce: print the address of the server.
+    announce: print the address of the server. Raises SidestepError if the process has ended before
+    its requests, unless a second signal asked for that.
     """
     service, dead = server.service, list[EngineDeadError]()
 
@@ -182,6 +194,8 @@ async def run(
     finally:
         watcher.cancel()
         await asyncio.gather(watcher, return_exceptions=True)
+    if server.num_aborted and not dead:
+        raise SidestepError(f"the server has ended before {server.num_aborted} of its requests")
     return dead[0] if dead else None
 
 

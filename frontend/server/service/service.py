@@ -155,7 +155,10 @@ class Service:
         self.large = LargeBodies(max(MOST_VALUES, llm.max_model_len + _OTHER_VALUES))
         self.queue = Queue(llm)
         self.started = int(time.time())
+        self.is_ending = False
+        """Whether the server's end has begun, so that no further clients should come."""
         self.is_draining = False
+        """Whether new requests are refused."""
         self.gather: Callable[[], Awaitable[Figures]] | None = None
         """Function that collects the figures of all processes of the server, if it has several."""
         self._running: set[Choice] = set()
@@ -407,19 +410,31 @@ class Service:
 
     # Ending.
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, and wait for the running ones; abort them after `timeout_s`."""
-        self.is_draining = True
+    @property
+    def num_running(self) -> int:
+        """Number of requests to the engine that clients of this process wait for."""
+        return len({choice.request_id for choice in self._running})
+
+    async def drain(self, grace_s: float, timeout_s: float) -> int:
+        """Refuse new requests after `grace_s` seconds, and wait for the running ones.
+
+        Abort those that still run `timeout_s` seconds later, and return their number.
+        """
+        self.is_ending = True
+        await asyncio.sleep(grace_s)
+        self.is_draining, num_aborted = True, 0
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
         except TimeoutError:
+            num_aborted = self.num_running
             await self.llm.abort({choice.request_id for choice in self._running})
             try:
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._idle.wait()
             except TimeoutError:
                 pass  # a client does not read; the caller closes its connection next
+        return num_aborted
 
 
 def new_id(kind: str) -> str:

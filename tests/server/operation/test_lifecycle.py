@@ -42,6 +42,12 @@ def not_ready(server: LiveServer) -> httpx2.Response | None:
     return None if answer.status_code == 200 else answer
 
 
+def not_taken(server: LiveServer) -> httpx2.Response | None:
+    """Return the answer of a server that refuses a request; None if it answers it."""
+    answer = server.post("/v1/completions", {"prompt": "hi", "max_tokens": 1})
+    return None if answer.status_code == 200 else answer
+
+
 def test_running_requests_end_before_the_server_does(make_server: Make) -> None:
     server = make_server(step_ms=10)
     stream, data = begin(server, LONG)
@@ -84,6 +90,34 @@ def test_requests_that_take_too_long_are_ended_and_told(make_server: Make) -> No
     server.process.send_signal(signal.SIGTERM)
     data += rest(stream)
     assert b'"finish_reason":"abort"' in data and b"data: [DONE]" in data
+    assert server.wait() == 1
+    assert server.log.endswith("sidestep: the server has ended before 1 of its requests\n")
+
+
+def test_requests_are_taken_in_the_grace_although_no_client_should_come(make_server: Make) -> None:
+    """Take requests of load balancers that have not yet noticed that /ready answers 503."""
+    server = make_server("--drain-grace", "3600")
+    assert server.http.get("/ready").status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    ready = until(lambda: not_ready(server))
+    assert ready.json()["error"]["code"] == "draining" and ready.headers["retry-after"] == "1"
+    assert server.http.get("/health").status_code == 200
+    with httpx2.Client(base_url=server.url, timeout=60) as newcomer:  # over a new connection
+        answer = newcomer.post("/v1/completions", json=LONG)
+    assert answer.json()["usage"]["completion_tokens"] == 300
+    server.process.send_signal(signal.SIGTERM)  # a second signal ends the grace
+    assert server.wait() == 0
+
+
+def test_after_the_grace_new_requests_are_refused_and_running_ones_end(make_server: Make) -> None:
+    server = make_server("--drain-grace", "0.3", step_ms=10)
+    stream, data = begin(server, LONG)
+    server.process.send_signal(signal.SIGTERM)
+    refused = until(lambda: not_taken(server))
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["code"] == "draining"
+    data += rest(stream)
+    assert b'"finish_reason":"length"' in data and b"data: [DONE]" in data
     assert server.wait() == 0
 
 
@@ -91,7 +125,7 @@ def test_a_client_that_does_not_read_does_not_hold_up_the_end(make_server: Make)
     server = make_server("--shutdown-timeout", "0.1", step_ms=1)
     stream, _ = begin(server, {**LONG, "max_tokens": 2000, "n": 64})
     server.process.send_signal(signal.SIGTERM)
-    assert server.wait() == 0
+    assert server.wait() == 1
     stream.close()
 
 
