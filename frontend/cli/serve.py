@@ -39,7 +39,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
     """Run `sidestep serve` and return its exit status, which is not 0 after the engine's death."""
     with needs_extra("server"):
-        from sidestep.frontend.server.processes.run import bind, check_certificates, serve
+        from sidestep.frontend.server.processes.listening import bind
+        from sidestep.frontend.server.processes.run import check_certificates, serve
         from sidestep.frontend.server.service.public_prefixes import (
             PublicPrefixes,
             read_public_prefixes,

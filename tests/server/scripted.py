@@ -14,7 +14,8 @@ import openai
 
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.frontend.options.serve_options import Keys, ServerArgs
-from sidestep.frontend.server.processes.run import bind, make_server
+from sidestep.frontend.server.processes.listening import bind
+from sidestep.frontend.server.processes.run import make_server
 from sidestep.frontend.server.service.service import Service
 from sidestep.ipc.transport.messages import AddRequest, FinishReason, unpack_ids
 from tests.server.live import ANSWER_S

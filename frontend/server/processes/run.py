@@ -13,46 +13,20 @@ import socket
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from sidestep.frontend.options.serve_options import Keys, ServerArgs
 from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.processes.api_processes import ApiProcesses
+from sidestep.frontend.server.processes.listening import LAST_SENDS_S, config_of
 from sidestep.frontend.server.service.service import Service
-from sidestep.frontend.server.transport.http_protocol import BoundedHttpProtocol, FileWatch
-from sidestep.ipc.common.errors import EngineDeadError, SidestepError, ValidationError
+from sidestep.ipc.common.errors import EngineDeadError, SidestepError
 from sidestep.ipc.common.logs import tell
 
 _COLLECT = (50_000, 20, 100)
 """Thresholds of the garbage collector for its three generations.
 
 The first one counts new objects; the others count collections of the generation before."""
-_LAST_SENDS_S = 2
-"""Seconds in which clients can read complete answers before their connections are closed."""
-_KEEP_ALIVE_S = 75
-"""Seconds for which an idle connection is kept, which is longer than clients keep one.
-
-So the client closes an idle connection first, and no request meets a connection that closes."""
-
-
-def bind(args: ServerArgs) -> socket.socket:
-    """Return a socket that is bound to the address of the server.
-
-    Raises ValidationError, so that an address in use is known before the engine starts.
-    """
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
-    made = socket.socket(family)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((args.host, args.port))
-    except OSError as error:
-        made.close()
-        raise ValidationError(
-            "port" if args.port else "host",
-            f"cannot listen at {args.host}:{args.port}: {error.strerror}",
-        ) from None
-    made.setblocking(False)
-    return made
 
 
 class Server(uvicorn.Server):
@@ -97,9 +71,9 @@ class Server(uvicorn.Server):
             self._ends = asyncio.create_task(self._drain())
 
     async def wait_requests(self) -> None:
-        """Wait until no request is left, for at most `_LAST_SENDS_S` seconds."""
+        """Wait until no request is left, for at most `LAST_SENDS_S` seconds."""
         if tasks := set(self.server_state.tasks):
-            await asyncio.wait(tasks, timeout=_LAST_SENDS_S)
+            await asyncio.wait(tasks, timeout=LAST_SENDS_S)
 
     async def _drain(self) -> None:
         if self._others is not None:
@@ -118,7 +92,7 @@ def check_certificates(args: ServerArgs) -> None:
         """Answer no request."""
 
     if args.ssl_certfile is not None:
-        _config(nothing, args)
+        config_of(nothing, args)
 
 
 def make_server(
@@ -128,7 +102,7 @@ def make_server(
 
     Raises ValidationError for certificates that cannot be used.
     """
-    return Server(_config(make_app(service, keys, version), service.args), service, others)
+    return Server(config_of(make_app(service, keys, version), service.args), service, others)
 
 
 async def serve(
@@ -203,32 +177,3 @@ def _announce(service: Service, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "https" if service.args.ssl_certfile else "http"
     tell(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}")
-
-
-def _config(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:
-    protocol = type(
-        "Protocol",
-        (BoundedHttpProtocol,),
-        {"head_timeout": args.read_timeout, "files": FileWatch()},
-    )
-    try:
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_LAST_SENDS_S,
-            ssl_certfile=args.ssl_certfile,
-            ssl_keyfile=args.ssl_keyfile,
-            ssl_ca_certs=args.ssl_ca_certs,
-            ssl_cert_reqs=2 if args.ssl_ca_certs else 0,
-        )
-        config.load()
-    except OSError as error:
-        raise ValidationError("ssl_certfile", f"cannot be used: {error}") from None
-    return config
