@@ -182,6 +182,11 @@ class EngineView:
         return self._replicas.ready[0].block_size
 
     @property
+    def caches(self) -> list[tuple[int, int]]:
+        """The tokens of a KV block, and the number of KV blocks, of each replica."""
+        return [(ready.block_size, ready.num_kv_blocks) for ready in self._replicas.ready]
+
+    @property
     def device(self) -> str:
         """The device that the engine runs on, as a text for people."""
         size, device = self._config.parallel.data_parallel_size, self._replicas.ready[0].device

@@ -39,7 +39,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
     """Run `sidestep serve` and return its exit status, which is not 0 after the engine's death."""
     with needs_extra("server"):
-        from sidestep.frontend.server.processes.listening import bind
+        from sidestep.frontend.server.processes.listening import bind, bind_metrics
         from sidestep.frontend.server.processes.run import check_certificates, serve
         from sidestep.frontend.server.service.public_prefixes import (
             PublicPrefixes,
@@ -57,7 +57,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
     check_certificates(args)
     entries = read_public_prefixes(args.public_prefixes, keys.all)
     raise_file_limit()
-    with bind(args) as listener, ends_by_sigterm():
+    with bind(args) as listener, bind_metrics(args) as metrics, ends_by_sigterm():
         if not (keys.all or args.ssl_ca_certs or is_loopback(listener.getsockname()[0])):
             tell(_OPEN, logging.WARNING)
         tracing = make_tracing(args.otlp_traces_endpoint, version)
@@ -71,7 +71,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
                     tracing,
                     PublicPrefixes.of(entries, llm.get_tokenizer()),
                 )
-                dead = runner.run(serve(service, keys, version, listener))
+                dead = runner.run(serve(service, keys, version, listener, metrics))
                 ignore_signals()  # the server is ending, in a bounded time
         finally:
             ignore_signals()

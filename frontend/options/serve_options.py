@@ -21,6 +21,16 @@ class ServerArgs(Options):
 
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all of IPv4.")
     port: int = option(8000, "Port to listen at; 0 takes a free one.")
+    metrics_port: int | None = option(
+        None,
+        "Further port of the same address for /metrics, /health and /ready, which need neither a "
+        "key nor HTTPS there; 0 takes a free one.",
+    )
+    metrics_compat: str | None = option(
+        None,
+        "Engine under whose prefix /metrics repeats the gauges that endpoint pickers read.",
+        choices=("vllm",),
+    )
     served_model_name: list[str] | None = option(
         None, "Name of the model in requests, instead of the name that it is loaded by."
     )
@@ -96,6 +106,12 @@ class ServerArgs(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(0 <= self.port < 1 << 16, "port", f"must be between 0 and 65535, not {self.port}")
+        metrics = self.metrics_port
+        _require(
+            metrics is None or (0 <= metrics < 1 << 16 and metrics != (self.port or None)),
+            "metrics_port",
+            f"must be between 0 and 65535 and not the port of requests, not {metrics}",
+        )
         _require(self.api_server_count >= 1, "api_server_count", "must be at least 1")
         _require(self.max_body_bytes >= 1, "max_body_bytes", "must be at least 1")
         _require(self.read_timeout > 0, "read_timeout", "must be above 0")

@@ -108,6 +108,18 @@ def make_app(service: Service, keys: Keys, version: str) -> ASGIApp:
     )
 
 
+def make_metrics_app(service: Service, version: str) -> ASGIApp:
+    """Return the ASGI application of --metrics-port: three routes, which need no key."""
+    status = StatusRoutes(service, version)
+    gets = {"/health": status.health, "/ready": status.ready, "/metrics": status.metrics}
+    routes = [Route(path, _get(path, handler), methods=["GET"]) for path, handler in gets.items()]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.router.redirect_slashes = False
+    return _Counted(
+        RequestLog(Guard(app, Keys(), service.args), access_log=service.args.access_log), service
+    )
+
+
 def _get(path: str, handler: Get) -> Get:
     async def endpoint(http: Request) -> Response:
         http.scope[_ROUTE] = path

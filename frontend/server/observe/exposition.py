@@ -26,6 +26,8 @@ from sidestep.ipc.transport.records import STEP_KINDS, WAIT_REASONS
 
 PREFIX = "sidestep:"
 """First part of each metric's name."""
+_VLLM = "vllm:"
+"""First part of the names that endpoint pickers know."""
 _ENGINE_GAUGES = {
     "num_requests_running": ("num_running", "Requests that the engine computes."),
     "num_requests_waiting": ("num_waiting", "Requests that wait for the engine."),
@@ -66,20 +68,29 @@ _IDLE_CAUSES = ("result", "schedule", "prepare")
 class Exposition:
     """Make the text for one server."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, *, with_vllm: bool = False) -> None:
+        """Make no text yet. with_vllm: add the gauges that endpoint pickers know by vLLM's name."""
+        self._with_vllm = with_vllm
         self._label = {"model_name": model_name}
 
-    def text(self, engines: Stats, replicas: Sequence[ReplicaStatus], figures: Figures) -> bytes:
+    def text(
+        self,
+        engines: Stats,
+        replicas: Sequence[ReplicaStatus],
+        figures: Figures,
+        caches: Sequence[tuple[int, int]],
+    ) -> bytes:
         """Return the metrics in the text format.
 
         engines: the statistics of each replica that answers. figures: the counts of all of the
-        server's processes.
+        server's processes. caches: tokens of a KV block, and number of blocks, of each replica.
         """
         registry = CollectorRegistry(auto_describe=False)
         registry.register(
             _Collected(
                 [
                     *self._of_engines(engines, replicas),
+                    *(self._for_pickers(engines, caches) if self._with_vllm else ()),
                     *self._of_server(figures),
                     *self._of_tenants(figures.tenants),
                 ]
@@ -103,13 +114,7 @@ class Exposition:
             {(str(status.number),): float(status.stalled is not None) for status in replicas},
             _ENGINE,
         )
-        for name, (key, text) in _ENGINE_GAUGES.items():
-            yield self._gauge(
-                name,
-                text,
-                {(str(engine),): stats[key] for engine, stats in engines.items()},
-                _ENGINE,
-            )
+        yield from self._load_of_engines(engines, PREFIX)
         for name, (key, text) in _ENGINE_COUNTERS.items():
             yield self._counter(
                 name,
@@ -155,6 +160,26 @@ class Exposition:
                     stats[f"{kind}_step_s"],
                 )
         yield steps
+
+    def _load_of_engines(self, engines: Stats, prefix: str) -> Iterator[Metric]:
+        for name, (key, text) in _ENGINE_GAUGES.items():
+            values = {(str(engine),): stats[key] for engine, stats in engines.items()}
+            yield self._gauge(name, text, values, _ENGINE, prefix=prefix)
+
+    def _for_pickers(self, engines: Stats, caches: Sequence[tuple[int, int]]) -> Iterator[Metric]:
+        """Yield the metrics that choose a server for a request, by the names of vLLM."""
+        yield from self._load_of_engines(engines, _VLLM)
+        yield self._gauge(
+            "cache_config_info",
+            "Size of the KV cache: its blocks, and the tokens of one.",
+            {
+                (str(engine), str(size), str(count)): 1.0
+                for engine, (size, count) in enumerate(caches)
+                if engine in engines
+            },
+            (*_ENGINE, "block_size", "num_gpu_blocks"),
+            prefix=_VLLM,
+        )
 
     def _of_speculation(self, engines: Stats) -> Iterator[Metric]:
         """Yield the metrics of engines that have drafts."""
@@ -286,9 +311,15 @@ class Exposition:
             )
 
     def _gauge(
-        self, name: str, text: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()
+        self,
+        name: str,
+        text: str,
+        values: Mapping[Any, float],
+        labels: tuple[str, ...] = (),
+        *,
+        prefix: str = PREFIX,
     ) -> Metric:
-        family = GaugeMetricFamily(PREFIX + name, text, labels=[*self._label, *labels])
+        family = GaugeMetricFamily(prefix + name, text, labels=[*self._label, *labels])
         for key, value in values.items():
             family.add_metric([*self._label.values(), *key], value)
         return family

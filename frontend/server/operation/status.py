@@ -23,7 +23,9 @@ class StatusRoutes:
     def __init__(self, service: Service, version: str) -> None:
         self._service = service
         self._version = version
-        self._exposition = Exposition(service.names[0])
+        self._exposition = Exposition(
+            service.names[0], with_vllm=service.args.metrics_compat == "vllm"
+        )
 
     async def health(self, http: Request) -> Response:
         """Answer 200 while the engine makes progress: a busy loop answers and its steps come back.
@@ -119,7 +121,7 @@ class StatusRoutes:
             figures = msgspec.structs.replace(
                 figures, tenants={own: figures.tenants.get(own, TenantCounts())}
             )
-        text = self._exposition.text(stats, service.llm.replicas, figures)
+        text = self._exposition.text(stats, service.llm.replicas, figures, service.llm.caches)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, name: str) -> Model:

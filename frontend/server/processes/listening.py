@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -24,16 +25,36 @@ def bind(args: ServerArgs) -> socket.socket:
 
     Raises ValidationError, so that an address in use is known before the engine starts.
     """
-    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    return _bind(args.host, args.port, "port")
+
+
+def bind_metrics(args: ServerArgs) -> AbstractContextManager[socket.socket | None]:
+    """Return a socket that is bound to --metrics-port, as a context; None without the option.
+
+    Raises ValidationError for an address in use.
+    """
+    if args.metrics_port is None:
+        return nullcontext()
+    return _bind(args.host, args.metrics_port, "metrics_port")
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a socket that is bound."""
+    host, port = listener.getsockname()[:2]
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _bind(host: str, port: int, name: str) -> socket.socket:
+    """Return a bound socket. name: the option with the port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((args.host, args.port))
+        made.bind((host, port))
     except OSError as error:
         made.close()
         raise ValidationError(
-            "port" if args.port else "host",
-            f"cannot listen at {args.host}:{args.port}: {error.strerror}",
+            name if port else "host", f"cannot listen at {host}:{port}: {error.strerror}"
         ) from None
     made.setblocking(False)
     return made

@@ -18,7 +18,8 @@ from starlette.types import Receive, Scope, Send
 from sidestep.frontend.options.serve_options import Keys, ServerArgs
 from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.processes.api_processes import ApiProcesses
-from sidestep.frontend.server.processes.listening import LAST_SENDS_S, config_of
+from sidestep.frontend.server.processes.listening import LAST_SENDS_S, config_of, url_of
+from sidestep.frontend.server.processes.metrics_server import MetricsServer
 from sidestep.frontend.server.service.service import Service
 from sidestep.ipc.common.errors import EngineDeadError, SidestepError
 from sidestep.ipc.common.logs import tell
@@ -33,15 +34,21 @@ class Server(uvicorn.Server):
     """uvicorn server that drains before it shuts down."""
 
     def __init__(
-        self, config: uvicorn.Config, service: Service, others: ApiProcesses | None = None
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        others: ApiProcesses | None = None,
+        metrics: MetricsServer | None = None,
     ) -> None:
         """Make a server that is not started.
 
-        others: the server's other processes, which end before this one does.
+        others: the server's other processes, which end before this one does. metrics: a server that
+        starts and ends with this one.
         """
         super().__init__(config)
         self.service = service
         self._others = others
+        self._metrics = metrics
         self._ends: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.listens = asyncio.Event()
@@ -51,6 +58,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to take connections."""
         await super().startup(sockets)
+        if self._metrics is not None:
+            self._metrics.begin()
         self.listens.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -71,9 +80,14 @@ class Server(uvicorn.Server):
             self._ends = asyncio.create_task(self._drain())
 
     async def wait_requests(self) -> None:
-        """Wait until no request is left, for at most `LAST_SENDS_S` seconds."""
+        """Wait until no request is left, for at most `LAST_SENDS_S` seconds.
+
+        Then end the server of metrics.
+        """
         if tasks := set(self.server_state.tasks):
             await asyncio.wait(tasks, timeout=LAST_SENDS_S)
+        if self._metrics is not None:
+            await self._metrics.end()
 
     async def _drain(self) -> None:
         if self._others is not None:
@@ -96,17 +110,30 @@ def check_certificates(args: ServerArgs) -> None:
 
 
 def make_server(
-    service: Service, keys: Keys, version: str, others: ApiProcesses | None = None
+    service: Service,
+    keys: Keys,
+    version: str,
+    others: ApiProcesses | None = None,
+    metrics: socket.socket | None = None,
 ) -> Server:
-    """Return a server that is not started.
+    """Return a server that is not started. metrics: the socket of --metrics-port.
 
     Raises ValidationError for certificates that cannot be used.
     """
-    return Server(config_of(make_app(service, keys, version), service.args), service, others)
+    return Server(
+        config_of(make_app(service, keys, version), service.args),
+        service,
+        others,
+        None if metrics is None else MetricsServer(service, version, metrics),
+    )
 
 
 async def serve(
-    service: Service, keys: Keys, version: str, listener: socket.socket
+    service: Service,
+    keys: Keys,
+    version: str,
+    listener: socket.socket,
+    metrics: socket.socket | None = None,
 ) -> EngineDeadError | None:
     """Serve until a signal or the engine's death; return the death's error, else None.
 
@@ -115,11 +142,11 @@ async def serve(
     and if the server has ended before its requests.
     """
     if service.args.api_server_count == 1:
-        return await run(make_server(service, keys, version), listener)
+        return await run(make_server(service, keys, version, None, metrics), listener)
     others = ApiProcesses(service, keys, version, listener)
     try:
         await others.start()
-        server = make_server(service, keys, version, others)
+        server = make_server(service, keys, version, others, metrics)
         others.on_failure = server.end
         others.serve()
         dead = await run(server, listener)
@@ -139,8 +166,8 @@ async def run(
 ) -> EngineDeadError | None:
     """Serve with this process until a signal or the engine's death; return the death's error.
 
-    announce: print the address of the server. Raises SidestepError if the process has ended before
-    its requests, unless a second signal asked for that.
+    announce: print the address of the server. Raises SidestepError if
+    the process has ended before its requests, unless a second signal asked for that.
     """
     service, dead = server.service, list[EngineDeadError]()
 
@@ -148,7 +175,7 @@ async def run(
         dead.append(await service.llm.wait_dead())
         server.should_exit = True  # the running requests have failed with the error already
 
-    watcher = asyncio.create_task(watch())
+    watchers = [asyncio.create_task(watch())]
     serving = asyncio.create_task(server.serve([listener]))
     try:
         listening = asyncio.create_task(server.listens.wait())
@@ -166,14 +193,14 @@ async def run(
         await serving
         await server.wait_requests()
     finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+        for watcher in watchers:
+            watcher.cancel()
+        await asyncio.gather(*watchers, return_exceptions=True)
     if server.num_aborted and not dead:
         raise SidestepError(f"the server has ended before {server.num_aborted} of its requests")
     return dead[0] if dead else None
 
 
 def _announce(service: Service, listener: socket.socket) -> None:
-    host, port = listener.getsockname()[:2]
     scheme = "https" if service.args.ssl_certfile else "http"
-    tell(f"serving {service.names[0]} at {scheme}://{f'[{host}]' if ':' in host else host}:{port}")
+    tell(f"serving {service.names[0]} at {url_of(listener, scheme)}")
