@@ -186,6 +186,16 @@ def colours_of_environment() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def service_manager_of_environment() -> tuple[str | None, float | None]:
+    """Return the address for messages to a service manager, and its watchdog's time in seconds.
+
+    Either is None where there is none. A watchdog of another process does not count.
+    """
+    told, of = os.environ.get("WATCHDOG_USEC", ""), os.environ.get("WATCHDOG_PID", "")
+    is_ours = told.isdecimal() and int(told) > 0 and of in ("", str(os.getpid()))
+    return os.environ.get("NOTIFY_SOCKET") or None, int(told) / 1e6 if is_ours else None
+
+
 def triton_environment() -> dict[str, str]:
     """Return the environment variables with which a user configures Triton."""
     return {name: value for name, value in os.environ.items() if name.startswith("TRITON_")}

@@ -20,6 +20,7 @@ from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.processes.api_processes import ApiProcesses
 from sidestep.frontend.server.processes.listening import LAST_SENDS_S, config_of, url_of
 from sidestep.frontend.server.processes.metrics_server import MetricsServer
+from sidestep.frontend.server.processes.service_manager import ServiceManager
 from sidestep.frontend.server.service.service import Service
 from sidestep.ipc.common.errors import EngineDeadError, SidestepError
 from sidestep.ipc.common.logs import tell
@@ -49,6 +50,8 @@ class Server(uvicorn.Server):
         self.service = service
         self._others = others
         self._metrics = metrics
+        self.manager: ServiceManager | None = None
+        """Service manager that hears of the server's life."""
         self._ends: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.listens = asyncio.Event()
@@ -77,6 +80,8 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
         elif self._ends is None:
+            if self.manager is not None:
+                self.manager.stopping()
             self._ends = asyncio.create_task(self._drain())
 
     async def wait_requests(self) -> None:
@@ -166,7 +171,7 @@ async def run(
 ) -> EngineDeadError | None:
     """Serve with this process until a signal or the engine's death; return the death's error.
 
-    announce: print the address of the server. Raises SidestepError if
+    announce: print the address of the server, and tell the service manager. Raises SidestepError if
     the process has ended before its requests, unless a second signal asked for that.
     """
     service, dead = server.service, list[EngineDeadError]()
@@ -183,6 +188,11 @@ async def run(
         listening.cancel()
         if announce:
             _announce(service, listener)
+            server.manager = ServiceManager.of_environment()
+            server.manager.ready()
+            watchers.append(
+                asyncio.create_task(server.manager.feed_watchdog(service.llm.check_health))
+            )
         # The objects that exist now stay, so the collector need not visit them again while it
         # serves.
         gc.collect()

@@ -97,7 +97,9 @@ def test_what_other_commands_of_a_page_name_is_there(page: str) -> None:
         if "pip install" in command:
             for named in re.findall(r"(?:sidestep|\.)\[([\w,]+)\]", command):
                 assert set(named.split(",")) <= extras.keys(), command
-        for file in re.findall(r"(?<!\S)(?:scripts|examples|benchmarks|tests)/[\w./-]+", command):
+        for file in re.findall(
+            r"(?<!\S)(?:scripts|examples|benchmarks|tests|deploy)/[\w./-]+", command
+        ):
             assert (ROOT / file).exists(), command
 
 

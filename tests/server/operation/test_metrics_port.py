@@ -45,7 +45,7 @@ def test_metrics_and_probes_need_no_key_at_their_own_port(make_server: Make) -> 
         assert [value for _, value in counted["sidestep:tenant_requests_total"]] == [1.0]
         assert http.get("/health").json() == {"status": "ok"}
         assert http.get("/ready").json() == {"status": "ready"}
-        # Nobody can use the model there.
+        # The model cannot be used there.
         assert http.post("/v1/completions", json={"prompt": "hi"}).status_code == 404
         assert http.get("/v1/flight").status_code == 404
         assert http.get("/").status_code == 404
