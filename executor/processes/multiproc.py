@@ -171,7 +171,14 @@ class MultiprocExecutor(Executor):
         rendezvous = os.path.join(folder, "store") if self._world > 1 else None
         replies = create_ring(1)
         args = WorkerProcArgs(
-            worker=self._worker_args(rank, rendezvous, compiled),
+            worker=WorkerArgs.of(
+                self._config,
+                rank=rank,
+                replica=self._replica,
+                start=self._start,
+                rendezvous=rendezvous,
+                compiled=compiled,
+            ),
             steps=steps,
             reader=rank,
             replies=replies,
@@ -198,7 +205,8 @@ class MultiprocExecutor(Executor):
         """
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
-                worker=self._worker_args(0, None, None), num_processes=available_cores()
+                worker=WorkerArgs.of(self._config, rank=0, replica=self._replica, start=self._start),
+                num_processes=available_cores(),
             )
             self._compiler = spawn(
                 "kernel compiler",
@@ -207,22 +215,6 @@ class MultiprocExecutor(Executor):
                 env={"OMP_NUM_THREADS": "1"},
                 pass_fds=(compiling,),
             )
-
-    def _worker_args(self, rank: int, rendezvous: str | None, compiled: int | None) -> WorkerArgs:
-        config = self._config
-        return WorkerArgs(
-            rank=rank,
-            replica=self._replica,
-            start=self._start,
-            spec=config.spec,
-            model=config.model,
-            cache=config.cache,
-            parallel=config.parallel,
-            scheduler=config.scheduler,
-            max_model_len=config.max_model_len,
-            rendezvous=rendezvous,
-            compiled=compiled,
-        )
 
     def _cpu_threads(self) -> int:
         if self._config.parallel.cpu_threads:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.worker_calls import answer_call
+from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.cache_groups import CacheGroups, cache_groups
 from sidestep.ipc.model.layer_spec import LayerSpec
@@ -41,6 +43,32 @@ class WorkerArgs:
     compiled: int | None = None
     """A descriptor that reads end-of-file when the process that compiles kernels ahead has ended
     (executor/processes/kernel_compiler.py)."""
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        rank: int,
+        replica: int = 0,
+        start: int = 0,
+        rendezvous: str | None = None,
+        compiled: int | None = None,
+    ) -> Self:
+        """Return the arguments of one rank of an engine with this configuration."""
+        return cls(
+            rank=rank,
+            replica=replica,
+            start=start,
+            spec=config.spec,
+            model=config.model,
+            cache=config.cache,
+            parallel=config.parallel,
+            scheduler=config.scheduler,
+            max_model_len=config.max_model_len,
+            rendezvous=rendezvous,
+            compiled=compiled,
+        )
 
     @property
     def gpu_index(self) -> int:
