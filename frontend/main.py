@@ -14,6 +14,7 @@ from sidestep.frontend.options.flags import (
     add_eval_flags,
     add_http_flags,
     add_json_flag,
+    add_kernel_flags,
     add_sampling_flags,
     add_serve_flags,
     add_topology_flags,
@@ -43,6 +44,7 @@ def make_parser(version: str) -> OptionParser:
     _add_bench(commands)
     _add_eval(commands)
     _add_topology(commands)
+    _add_compile_kernels(commands)
     _add_trace(commands)
     return parser
 
@@ -125,6 +127,14 @@ def _add_topology(commands: argparse._SubParsersAction[OptionParser]) -> None:
     )
 
 
+def _add_compile_kernels(commands: argparse._SubParsersAction[OptionParser]) -> None:
+    kernels = commands.add_parser(
+        "compile-kernels", help="compile an engine's kernels for a GPU that need not be here"
+    )
+    add_kernel_flags(kernels)
+    add_engine_flags(kernels, positional_model=True)
+
+
 def _add_trace(commands: argparse._SubParsersAction[OptionParser]) -> None:
     trace = commands.add_parser(
         "trace", help="run a load and write what the engine did, for Perfetto"
@@ -166,6 +176,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.evaluation.command import run_eval as run
         elif parsed.command == "topology":
             from sidestep.frontend.cli.topology_command import run_topology as run
+        elif parsed.command == "compile-kernels":
+            from sidestep.frontend.cli.compile_kernels import run_compile_kernels as run
         elif parsed.command == "trace":
             from sidestep.frontend.bench.trace_command import run_trace as run
         elif parsed.bench == "serve":

@@ -87,9 +87,14 @@ class Note:
     def holds(self) -> bool:
         """Return whether the note is there, and all files that it names."""
         try:
-            return all(map(os.path.exists, json.loads(self._path.read_bytes())))
+            return all(map(os.path.exists, self.files()))
         except (OSError, ValueError):
             return False
+
+    def files(self) -> list[str]:
+        """Return the paths in the note, one of each kernel. Raises OSError or ValueError."""
+        found: list[str] = json.loads(self._path.read_bytes())
+        return found
 
     @contextmanager
     def lock(self) -> Iterator[None]:

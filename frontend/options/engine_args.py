@@ -28,9 +28,16 @@ from sidestep.ipc.config_sections import (
 from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.generation_config import read_tokenizer_eos
 from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
-from sidestep.ipc.model.model_spec import TOKENIZER_FILES, load_model_spec, resolve_model_path
+from sidestep.ipc.model.model_spec import (
+    MODEL_FILES,
+    TOKENIZER_FILES,
+    load_model_spec,
+    resolve_model_path,
+)
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
+_WITHOUT_WEIGHTS = ("config.json", *TOKENIZER_FILES)
+"""Patterns of the files that say how a model computes."""
 T = TypeVar("T")
 CommandLine = TypeVar("CommandLine", bound=argparse.ArgumentParser)
 
@@ -49,12 +56,14 @@ class EngineArgs(
     def _section(self, cls: type[T]) -> T:
         return cls(**{f.name: getattr(self, f.name) for f in fields(cls)})  # type: ignore[arg-type]
 
-    def create_engine_config(self) -> EngineConfig:
+    def create_engine_config(self, *, with_weights: bool = True) -> EngineConfig:
         """Find and read the model's config.json, check everything, and return the sections.
 
-        Raises ValidationError or EngineStartError.
+        with_weights: fetch the weights too where the model is on a hub. Raises ValidationError or
+        EngineStartError.
         """
-        path = resolve_model_path(self.model, self.revision)
+        files = MODEL_FILES if with_weights else _WITHOUT_WEIGHTS
+        path = resolve_model_path(self.model, self.revision, files)
         tokenizer_path = self._tokenizer_path(path)
         generation = self.read_generation_config(path)
         eos = read_tokenizer_eos(tokenizer_path) if tokenizer_path is not None else ()

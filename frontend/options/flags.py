@@ -30,6 +30,7 @@ from sidestep.frontend.vllm.vllm_flags import add_vllm_flags, vllm_values
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import parse_bytes, value_types
 from sidestep.ipc.params.sampling_params import SamplingParams
+from sidestep.ipc.processes.kernel_job import PROCESSORS
 from sidestep.ipc.vllm.foreign import translate
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, SERVER_OPTIONS
 
@@ -161,6 +162,24 @@ def add_topology_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_json_flag(parser)
     add_option_flags(parser.add_argument_group("engine options"), EngineArgs, _TOPOLOGY_FLAGS)
+
+
+def add_kernel_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `sidestep compile-kernels` that describe the GPU."""
+    parser.add_argument(
+        "--capability",
+        type=int,
+        required=True,
+        choices=tuple(PROCESSORS),
+        help="compute capability of the GPU, times ten: 90 for H100 and H200",
+    )
+    parser.add_argument(
+        "--processors",
+        type=int,
+        metavar="N",
+        help="streaming multiprocessors of the GPU (default: those of A100, L40S, H100 and H200 in "
+        "their form for servers, or B200)",
+    )
 
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:

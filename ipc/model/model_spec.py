@@ -81,13 +81,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Patterns of a tokenizer's files, and of the small files beside them."""
-_FILES = (*TOKENIZER_FILES, "*.safetensors")
+MODEL_FILES = (*TOKENIZER_FILES, "*.safetensors")
+"""Patterns of all files that a model needs."""
 _OTHER_WEIGHTS = "pytorch_model*.bin"
 """Files of weights that are fetched where there are no safetensors."""
 
 
 def resolve_model_path(
-    model: str, revision: str | None = None, files: Sequence[str] = _FILES
+    model: str, revision: str | None = None, files: Sequence[str] = MODEL_FILES
 ) -> str:
     """Return the local folder for a folder's path or a hub name, or the path of a GGUF file.
 

@@ -4,7 +4,8 @@ Arguments: `MODEL COMMAND [SIZES]`. `keys` prints in JSON two lists of the kerne
 each of SIZES, a JSON list of (ranks, stages, drafts): for tensors without memory, as
 executor/processes/kernel_compiler.py uses them, and for tensors with memory, on the CPU, with a
 cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a worker does, and
-prints for each kernel whether it was in Triton's cache.
+prints for each kernel whether it was in Triton's cache. `holds`, with the options of an engine,
+prints whether the process beside its starting worker would find all kernels there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from sidestep.executor.gpu.warm_up import launch_without_gpu
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.processes.kernel_compiler import Note, compile_ahead, ranks_that_differ
 from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.frontend.main import make_parser
+from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.compiling import CompilerThreads, compile_for, compiling_only
@@ -88,6 +91,11 @@ if __name__ == "__main__":
     model, command, *rest = sys.argv[1:]
     if command == "keys":
         print(json.dumps([keys(model, *sizes) for sizes in json.loads(rest[0])]))
+    elif command == "holds":
+        parser = make_parser("0")
+        options = EngineArgs.from_cli_args(parser.parse_args(["serve", model, *rest]))
+        started = WorkerArgs.of(options.create_engine_config(), rank=0)
+        print(json.dumps(Note(started, GPU).holds()))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:

@@ -18,10 +18,26 @@ from tests.processes import PYTHON_PATH, ROOT
 
 ALONE, IN_A_GROUP, IN_STAGES = (1, 1, 0), (2, 1, 4), (1, 3, 0)
 """Ranks, stages and drafts of a row."""
+AS_WORKERS = (
+    *("--dtype", "float32", "--load-format", "dummy", "--attention-backend", "triton"),
+    *("--max-num-seqs", "40", "--max-num-batched-tokens", "200", "--max-model-len", "200"),
+    "--skip-tokenizer-init",
+)
+"""Options of an engine whose workers are those of compile_ahead.py."""
 
 
 def run(cache: Path, program: str, *arguments: str) -> str:
-    """Run a program without the interpreter, and with a lifeline, without which forks end."""
+    """Run a program of this folder, and return what it has printed."""
+    said, problems, status = end_of(cache, f"tests.triton.compiling.{program}", *arguments)
+    assert status == 0, problems[-4000:]
+    return said
+
+
+def end_of(cache: Path, module: str, *arguments: str) -> tuple[str, str, int]:
+    """Run a module, and return its output, its messages and its exit status.
+
+    It runs without the interpreter, and with a lifeline, without which forks end.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {
         "TRITON_CACHE_DIR": str(cache),
@@ -29,7 +45,7 @@ def run(cache: Path, program: str, *arguments: str) -> str:
         "PYTHONPATH": PYTHON_PATH,
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", f"tests.triton.compiling.{program}", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env=env,
         stdin=subprocess.PIPE,
@@ -40,8 +56,7 @@ def run(cache: Path, program: str, *arguments: str) -> str:
     assert process.stdout is not None and process.stderr is not None
     said, problems = process.stdout.read(), process.stderr.read()
     process.communicate()
-    assert process.returncode == 0, problems[-4000:]
-    return said
+    return said, problems, process.returncode
 
 
 def kernels_of(
@@ -132,3 +147,38 @@ def test_a_worker_finds_all_in_the_cache(tmp_path: Path) -> None:
         name for name, _ in kernels
     }
     assert [name for name, found in kernels if not found] == []
+
+
+@pytest.mark.skipif(
+    hasattr(driver, "make_launcher") and not has_driver(),
+    reason="this Triton links what launches kernels to the driver's library",
+)
+def test_an_engine_finds_what_the_command_has_compiled(tmp_path: Path) -> None:
+    """Compile in a process that has no GPU, as for an image; a start then compiles nothing."""
+    model, cache = write_model("qwen3-tied", tmp_path / "model"), tmp_path / "cache"
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 320}))
+    _, messages, status = end_of(
+        cache, "sidestep", "compile-kernels", model, "--capability", "90", *AS_WORKERS
+    )
+    assert status == 0, messages
+    assert f"kernels for sm_90 are in {cache}" in messages
+    kernels = json.loads(run(cache, "compile_ahead", model, "worker"))
+    assert [name for name, found in kernels if not found] == []
+    # The process beside a starting worker does not even look at them one by one.
+    assert run(cache, "compile_ahead", model, "holds", *AS_WORKERS) == "true\n"
+
+
+def test_kernels_that_cannot_be_compiled_are_a_failure_with_a_cause(tmp_path: Path) -> None:
+    model = write_model("qwen3-tied", tmp_path / "model")
+    (tmp_path / "file").write_text("this is no folder")
+    _, messages, status = end_of(
+        *(tmp_path / "file", "sidestep", "compile-kernels", model, "--capability", "90"),
+        *AS_WORKERS,
+    )
+    assert status == 1
+    assert "sidestep: the kernels cannot be compiled: FileExistsError" in messages
+    _, messages, status = end_of(
+        *(tmp_path, "sidestep", "compile-kernels", model, "--capability", "90", "--device", "cpu"),
+    )
+    assert status == 1 and messages.splitlines()[-1].startswith("sidestep: device: 'cpu' has no")
