@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from scripts import options_page
+from sidestep.frontend.main import make_parser
 from sidestep.frontend.server.openapi import OPERATIONS, Operation
 from tests import pages
 from tests.pages import URL, of_sidestep, with_variables
@@ -41,6 +42,7 @@ def runs_here(command: str) -> bool:
     """Return whether a command starts an engine of its own, or none, and ends by itself."""
     return (
         "--url" not in command
+        and "compile-kernels" not in command  # tests/triton/compiling runs it, which takes long
         and not is_server(command)
         and command not in of_sidestep("README.md")
     )
@@ -132,6 +134,12 @@ def test_a_command_of_the_docs_runs(command: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() or (tmp_path / "answers.jsonl").read_text()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "compile-kernels" in c])
+def test_the_docs_compile_kernels_with_known_options(command: str) -> None:
+    parsed = make_parser("0").parse_args(with_variables(command)[1])
+    assert parsed.command == "compile-kernels"
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if is_server(c)])
