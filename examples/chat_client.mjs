@@ -7,10 +7,20 @@ const headers = {
   Authorization: `Bearer ${process.env.OPENAI_API_KEY ?? "none"}`,
 };
 
+// Send a request, and send it again if the server has no room now and says when it will.
+async function send(path, body) {
+  for (let triesLeft = 5; ; triesLeft--) {
+    const response = await fetch(url + path, { method: "POST", headers, body });
+    const seconds = response.headers.get("Retry-After");
+    if (![429, 503].includes(response.status) || seconds === null || triesLeft === 0) return response;
+    await new Promise((resolve) => setTimeout(resolve, 1000 * Number(seconds)));
+  }
+}
+
 // The pieces of an answer, as they come.
 async function* ask(messages) {
   const body = JSON.stringify({ messages, max_tokens: 48, stream: true });
-  const response = await fetch(`${url}/v1/chat/completions`, { method: "POST", headers, body });
+  const response = await send("/v1/chat/completions", body);
   if (!response.ok) throw new Error((await response.json()).error.message);
   let unread = "";
   for await (const text of response.body.pipeThrough(new TextDecoderStream())) {

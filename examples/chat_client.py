@@ -6,7 +6,10 @@ import sys
 from openai import OpenAI
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
-client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
+# A server that has no room answers 429 or 503, and when to ask again; the client does so by itself.
+client = OpenAI(
+    base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=5
+)
 model = client.models.list().data[0].id
 messages = []
 while True:

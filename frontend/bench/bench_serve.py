@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from sidestep.frontend.bench.http_stream import HttpServer
 
 DEFAULT_LENGTHS = {"input_len": "64:512", "output_len": "32:128"}
+MOST_RETRIES = 3
+"""Default number of times that a request is sent again to a server that has no room."""
 ANY_VOCABULARY = 1000
 """Token ids below this are in the vocabulary of every model that users serve."""
 
@@ -75,11 +77,13 @@ def check(parsed: argparse.Namespace) -> None:
         raise ValidationError("max_concurrency", "must be at least 1")
     if parsed.vocab_size is not None and parsed.vocab_size < 1:
         raise ValidationError("vocab_size", "must be at least 1")
+    if parsed.max_retries is not None and parsed.max_retries < 0:
+        raise ValidationError("max_retries", "must not be negative")
     for name in ("vocab_size", *DEFAULT_LENGTHS):
         if getattr(parsed, name) is not None and parsed.dataset is not None:
             raise ValidationError(name, "is for random prompts, and dataset gives others")
     if parsed.url is None:
-        for name in ("api_key", "served_model", "vocab_size"):
+        for name in ("api_key", "served_model", "vocab_size", "max_retries"):
             if getattr(parsed, name) is not None and not is_of_environment(parsed, name):
                 raise ValidationError(name, "is for a server; give its url")
         return
@@ -162,7 +166,10 @@ async def serve_at(
     name = parsed.served_model or (known[0].id if known else None)
     limits = [model.max_model_len for model in known if model.id == name]
     load = plan(parsed, parsed.vocab_size or ANY_VOCABULARY, limits[0] if limits else None)
-    target = HttpTarget(server, name, parsed.temperature, ignore_eos=parsed.ignore_eos)
+    retries = MOST_RETRIES if parsed.max_retries is None else parsed.max_retries
+    target = HttpTarget(
+        server, name, parsed.temperature, ignore_eos=parsed.ignore_eos, max_retries=retries
+    )
     return {
         "url": server.url,
         **({} if name is None else {"model": name}),

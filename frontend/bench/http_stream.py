@@ -17,6 +17,16 @@ from sidestep.ipc.common.errors import RequestError, ValidationError
 
 _SHOWN = 200
 """Characters that are shown of an answer that is an error."""
+_BUSY = (429, 503)
+"""Statuses of servers that have no room, or end."""
+
+
+class BusyError(RequestError):
+    """A server that has no room now has said when to ask again."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class HttpServer:
@@ -63,7 +73,7 @@ class HttpServer:
         """Send `body`, which is JSON, and pass the answer's body to `receive`.
 
         The body is passed in parts as they come. Raises RequestError for an answer that is not 200
-        or breaks off; and what `receive` raises.
+        or breaks off, BusyError for one with Retry-After; and what `receive` raises.
         """
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}{kind}\r\n"
@@ -81,9 +91,10 @@ class HttpServer:
         finally:
             transport.close()
         if answer.status != 200:
-            raise RequestError(
-                f"{answer.status}: {answer.refusal.decode(errors='replace')[:_SHOWN]}"
-            )
+            message = f"{answer.status}: {answer.refusal.decode(errors='replace')[:_SHOWN]}"
+            if answer.status in _BUSY and answer.retry_after_s is not None:
+                raise BusyError(message, answer.retry_after_s)
+            raise RequestError(message)
 
 
 class _Answer(asyncio.Protocol):
@@ -98,6 +109,8 @@ class _Answer(asyncio.Protocol):
         self.status = 0
         self.refusal = b""
         """The body of an answer that is not 200."""
+        self.retry_after_s: float | None = None
+        """Seconds that the header Retry-After gives."""
         self._receive = receive
         self._parser = HttpResponseParser(self)
         self._parts: list[bytes] = []
@@ -136,6 +149,8 @@ class _Answer(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._says_its_end |= name.lower() in (b"content-length", b"transfer-encoding")
+        if name.lower() == b"retry-after" and value.strip().isdigit():
+            self.retry_after_s = float(value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

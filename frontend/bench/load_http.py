@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from typing import Any
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
-from sidestep.frontend.bench.http_stream import HttpServer
+from sidestep.frontend.bench.http_stream import BusyError, HttpServer
 from sidestep.frontend.bench.load import PlannedRequest
 from sidestep.frontend.bench.load_report import DRAFT_COUNTS, Sample
 from sidestep.frontend.bench.load_send import IDLE_CAUSES
@@ -58,13 +60,21 @@ class HttpTarget:
     """
 
     def __init__(
-        self, server: HttpServer, model: str | None, temperature: float, *, ignore_eos: bool = True
+        self,
+        server: HttpServer,
+        model: str | None,
+        temperature: float,
+        *,
+        ignore_eos: bool = True,
+        max_retries: int = 0,
     ) -> None:
         """Prepare the fields of the requests.
 
         ignore_eos: whether to send that field, which the OpenAI API itself does not have.
+        max_retries: most times that a request is sent again.
         """
         self._server = server
+        self._max_retries = max_retries
         self._fields: dict[str, object] = {
             "temperature": temperature,
             "stream": True,
@@ -76,12 +86,25 @@ class HttpTarget:
             self._fields["ignore_eos"] = True
 
     async def send(self, request: PlannedRequest, sample: Sample) -> None:
-        """Send one request and note its answer in `sample`; raises RequestError."""
+        """Send one request and note its answer in `sample`; raises RequestError.
+
+        A server that has no room, and says when it will have, is asked again then. Its answer has
+        not begun, so nothing comes twice.
+        """
         stream = _Stream(sample)
         body = msgspec.json.encode(
             {"prompt": request.prompt, "max_tokens": request.output_len, **self._fields}
         )
-        await self._server.request("POST", "/v1/completions", body, stream.receive)
+        while True:
+            try:
+                await self._server.request("POST", "/v1/completions", body, stream.receive)
+                break
+            except BusyError as busy:
+                if sample.num_retries == self._max_retries:
+                    raise
+                sample.num_retries += 1
+                # Requests that were refused together do not come back together.
+                await asyncio.sleep(busy.retry_after_s * random.uniform(1, 1.5))
         if not stream.ended:
             raise RequestError("the answer broke off: the stream ended without [DONE]")
         if stream.usage is None:

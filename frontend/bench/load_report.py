@@ -36,6 +36,8 @@ class Sample:
     """Time of each output that brought tokens."""
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_retries: int = 0
+    """Number of times that it was sent again, as the server had no room."""
     error: str | None = None
 
     @property
@@ -88,6 +90,8 @@ def make_report(samples: Sequence[Sample], begin: float, goals: dict[str, float]
         report["failures"] = "; ".join(
             f"{count} x {reason}" for reason, count in reasons.most_common(MOST_REASONS)
         )
+    if retries := sum(s.num_retries for s in samples):
+        report["retries"] = retries
     if not done:
         return report
     end = max(s.arrivals[-1] for s in done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,6 +17,10 @@ from sidestep.ipc.common.errors import CannotChatError, RemoteError, ValidationE
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)
 _LONGEST_PAGE = 200
 """Most characters that are shown of an error's body that is not of the API's form."""
+_BUSY = (429, 503)
+"""Statuses of servers that have no room, or end."""
+_MOST_RETRIES = 5
+"""Most times that a request is sent again to such a server, if it says when."""
 _NO_CHAT_TEMPLATE = "no_chat_template"
 """Code of a Sidestep server's error for a conversation with a model that has no chat template."""
 
@@ -141,11 +146,7 @@ class RemoteModel:
     async def _stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[str, None]:
         body = {"model": await self.connect(), **body, **self._sampling, "stream": True}
         headers = {"x-queue-events": "1"} if self.on_queue is not None else {}
-        async with (
-            self._failures(),
-            self._http.stream("POST", self._url + path, json=body, headers=headers) as answer,
-        ):
-            await _check(answer)
+        async with self._failures(), self._answer(path, body, headers) as answer:
             async for event in httpx2.EventSource(answer):
                 if event.data == "[DONE]":
                     return
@@ -159,6 +160,25 @@ class RemoteModel:
                 for choice in chunk.choices:
                     if piece := choice.text or choice.delta.content:
                         yield piece
+
+    @asynccontextmanager
+    async def _answer(
+        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> AsyncIterator[httpx2.Response]:
+        """Yield the answer to a request, which is sent again if the server has no room.
+
+        Raises RemoteError for an answer that is an error.
+        """
+        for tries_left in reversed(range(_MOST_RETRIES + 1)):
+            async with self._http.stream(
+                "POST", self._url + path, json=body, headers=headers
+            ) as answer:
+                after = answer.headers.get("retry-after", "")
+                if not (tries_left and answer.status_code in _BUSY and after.isdigit()):
+                    await _check(answer)
+                    yield answer
+                    return
+            await asyncio.sleep(int(after))
 
     @asynccontextmanager
     async def _failures(self) -> AsyncIterator[None]:

@@ -344,6 +344,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--load-seed", type=int, default=0, help="of lengths, prompts and arrivals (default: 0)"
     )
     add_json_flag(parser)
+    _add_server_flags(parser)
+
+
+def _add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a load on a server that runs already."""
     group = parser.add_argument_group("a server in place of an engine in this process")
     group.add_argument("--url", help="any server of the OpenAI API, like http://127.0.0.1:8000")
     add_key_flag(group)
@@ -355,4 +360,11 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="token ids of random prompts are below this (default: 1000)",
+    )
+    group.add_argument(
+        "--max-retries",
+        type=int,
+        metavar="N",
+        help="times that a request is sent again if the server has no room and says when it will "
+        "(default: 3)",
     )

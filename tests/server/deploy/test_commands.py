@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 from tests import pages
-from tests.processes import ROOT
+from tests.processes import ROOT, run
 from tests.server.deploy.files import containerfile, manifests, parsed, unit
+from tests.server.live import LiveServer
 
 COMMANDS = list(pages.commands("operations.md"))
 
@@ -53,6 +55,12 @@ def test_the_unit_is_installed_as_the_page_shows(tmp_path: Path) -> None:
     assert variables.stat().st_mode & 0o777 == 0o600
     name, _, model = variables.read_text().strip().partition("=")
     assert (name, model) == ("SIDESTEP_MODEL", "/srv/models/qwen3")
+
+
+def test_the_client_of_the_page_streams(tiny: LiveServer) -> None:
+    (words,) = only("python examples/")
+    done = run(sys.executable, *(word.replace(pages.URL, tiny.url) for word in words[1:]), cwd=ROOT)
+    assert done.returncode == 0 and len(done.stdout) > 20, done.stderr
 
 
 def test_the_secret_is_the_one_that_the_pod_reads() -> None:

@@ -1,4 +1,4 @@
-"""What a service manager such as systemd hears of a server, over a real socket."""
+"""A service manager such as systemd hears of a server, over a real socket."""
 
 from __future__ import annotations
 
