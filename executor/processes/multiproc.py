@@ -205,7 +205,9 @@ class MultiprocExecutor(Executor):
         """
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
-                worker=WorkerArgs.of(self._config, rank=0, replica=self._replica, start=self._start),
+                worker=WorkerArgs.of(
+                    self._config, rank=0, replica=self._replica, start=self._start
+                ),
                 num_processes=available_cores(),
             )
             self._compiler = spawn(

@@ -160,7 +160,7 @@ def _launch(
     )
     if isinstance(weight, DeviceMatrix):
         if isinstance(config, StreamedConfig):
-            from sidestep.kernels.products.streamed_codes_gluon import launch as launch_codes
+            from sidestep.kernels.quantized.streamed_codes_gluon import launch as launch_codes
 
             launch_codes(x, weight, tensors, eps, flags, config)
         else:

@@ -44,7 +44,7 @@ class ServiceManager:
         """Report that the server's end has begun."""
         self._send("STOPPING=1")
 
-    async def feed_watchdog(self, check: Callable[[], Awaitable[None]]) -> None:
+    async def feed_watchdog(self, check: Callable[[], Awaitable[object]]) -> None:
         """Tell the watchdog twice in its time that the server is alive, while `check` returns.
 
         check: raises EngineDeadError or EngineStalledError if it is not. Never returns while there

@@ -104,7 +104,7 @@ def _scheme(group: QuantConfig, common: str) -> WeightScheme | None:
 def _activations(group: QuantConfig, codes: Codes) -> Rounded | None:
     """Return the type that inputs are rounded to, if they are and the tensor cores multiply it.
 
-    Those with a zero of their own stay in the run's type, and those of four bits.
+    Inputs with a zero of their own stay in the run's type, and so do inputs of four bits.
     """
     if group.get("input_activations") is None:
         return None

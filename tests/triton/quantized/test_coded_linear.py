@@ -66,7 +66,7 @@ def exact(
 def assert_product(found: Tensor, expected: Tensor, form: Form) -> None:
     """Compare a product; NormalFloat's numbers are rounded to 16 bits."""
     if form.kind == "nf4":
-        # Of millions of sums, some have errors of several times the mean.
+        # A few of millions of sums have errors of several times the mean.
         assert (found.double() - expected).norm() < 0.01 * expected.norm()
         torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.05)
     elif form.width < 128 or form.minimums:

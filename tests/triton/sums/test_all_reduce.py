@@ -1,7 +1,7 @@
 """Sums over ranks in the interpreter.
 
 Each rank is a process (tests/triton/sums/sum_ranks.py), and all run three times with other numbers.
-tests/gpu/test_all_reduce.py tests sums on GPUs.
+tests/gpu/sums/test_all_reduce.py tests sums on GPUs.
 """
 
 from __future__ import annotations

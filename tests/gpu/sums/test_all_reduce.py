@@ -36,7 +36,7 @@ def test_graphs_of_sums(ranks: int, dtype: str, tmp_path: Path) -> None:
     meet = str(tmp_path / "meet")
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu.sum_ranks", str(rank), str(ranks), meet, dtype],
+            [sys.executable, "-m", "tests.gpu.sums.sum_ranks", str(rank), str(ranks), meet, dtype],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": PYTHON_PATH},
             stdout=subprocess.PIPE,
