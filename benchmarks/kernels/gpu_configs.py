@@ -13,10 +13,10 @@ from sidestep.kernels.products import streamed_config
 from sidestep.kernels.products.gated_gemm_triton import GatedConfig
 from sidestep.kernels.products.own_linear import Config
 from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfig
-from sidestep.kernels.products.tuned_products import ROWS
+from sidestep.kernels.products.tuned.tuned_products import ROWS
 
 TUNED_ROWS = ROWS
-"""One number of rows of each class that kernels/products/tuned_products.py tells apart."""
+"""One number of rows of each class that kernels/products/tuned/tuned_products.py tells apart."""
 SEVERAL_QUERIES = 5
 """Query tokens of a decode row that verifies four drafts."""
 

@@ -182,7 +182,7 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             del case
         if tune:
             table.add(
-                "    for kernels/products/tuned_gated.py: "
+                "    for kernels/products/tuned/tuned_gated.py: "
                 f"{(model.inner, model.hidden)}: {tuple(entries)},"
             )
 
@@ -283,7 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default=",".join(SECTIONS))
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--write", help="with --tune: kernels/products/tuned_products.py")
+    parser.add_argument("--write", help="with --tune: kernels/products/tuned/tuned_products.py")
     options = parser.parse_args()
     sections = options.only.split(",")
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Find the best configurations of one row's products for tensor-parallel ranks of Llama-3.1-8B.
 
     python benchmarks/kernels/gpu_shares.py [--ranks 2 4 8]
-        [--write kernels/products/tuned_shares.py]
+        [--write kernels/products/tuned/tuned_shares.py]
 
 Each matrix is timed by itself, over copies that are together larger than L2, and each configuration
 is checked against float64. The output, in us, has the best ones beside the one that the rule for
@@ -27,7 +27,7 @@ from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, attempt
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.products.own_linear import own_linear
 from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig, gemv_config
-from sidestep.kernels.products.tuned_shares import SHARES, Fields
+from sidestep.kernels.products.tuned.tuned_shares import SHARES, Fields
 
 Shape = tuple[int, int, bool]
 

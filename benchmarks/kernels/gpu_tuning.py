@@ -1,6 +1,6 @@
 """Search for the configurations of a layer's products, and writing of the table of them.
 
-The table is kernels/products/tuned_products.py.
+The table is kernels/products/tuned/tuned_products.py.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _fields(config: Config | None) -> str:
 
 
 def write_products(path: str, tuned: dict[tuple[str, int], Configs]) -> None:
-    """Write kernels/products/tuned_products.py from the choices of each model's layers.
+    """Write kernels/products/tuned/tuned_products.py from the choices of each model's layers.
 
     The file must be formatted afterwards with `ruff format`.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import has_pdl, num_processors, pdl
-from sidestep.kernels.products.tuned_gated import GATED
+from sidestep.kernels.products.tuned.tuned_gated import GATED
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 

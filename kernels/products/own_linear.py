@@ -28,8 +28,8 @@ from sidestep.kernels.products import streamed_config as streamed
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
 from sidestep.kernels.products.streamed_config import StreamedConfig
-from sidestep.kernels.products.tuned_products import PRODUCTS, ROWS
-from sidestep.kernels.products.tuned_shares import SHARES
+from sidestep.kernels.products.tuned.tuned_products import PRODUCTS, ROWS
+from sidestep.kernels.products.tuned.tuned_shares import SHARES
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
 Config = SkinnyConfig | StreamedConfig | CodedConfig
@@ -160,7 +160,7 @@ def _launch(
     )
     if isinstance(weight, DeviceMatrix):
         if isinstance(config, StreamedConfig):
-            from sidestep.kernels.quantized.streamed_codes_gluon import launch as launch_codes
+            from sidestep.kernels.products.streamed_codes_gluon import launch as launch_codes
 
             launch_codes(x, weight, tensors, eps, flags, config)
         else:

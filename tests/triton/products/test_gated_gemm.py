@@ -16,7 +16,7 @@ from sidestep.kernels.products.gated_gemm_triton import (
     gated_gemm,
 )
 from sidestep.kernels.products.linear import gated_linear
-from sidestep.kernels.products.tuned_gated import GATED
+from sidestep.kernels.products.tuned.tuned_gated import GATED
 from tests.triton.support import (
     DTYPE,
     DTYPES,

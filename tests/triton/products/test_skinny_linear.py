@@ -16,8 +16,8 @@ from sidestep.kernels.products.own_linear import (
 )
 from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfig, skinny_config
 from sidestep.kernels.products.streamed_config import StreamedConfig
-from sidestep.kernels.products.tuned_products import PRODUCTS
-from sidestep.kernels.products.tuned_products import ROWS as TUNED_ROWS
+from sidestep.kernels.products.tuned.tuned_products import PRODUCTS
+from sidestep.kernels.products.tuned.tuned_products import ROWS as TUNED_ROWS
 from tests.triton.support import (
     DTYPE,
     DTYPES,
