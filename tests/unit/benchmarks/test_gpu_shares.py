@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.kernels.gpu_models import MODELS
 from benchmarks.kernels.gpu_shares import shares, table_text
-from sidestep.kernels.products import tuned_shares
+from sidestep.kernels.products.tuned import tuned_shares
 
 
 def test_the_table_is_kept_where_nothing_was_measured_anew() -> None:
