@@ -131,9 +131,13 @@ def program(source: str, *words: str) -> Iterator[tuple[IO[str], subprocess.Pope
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": PYTHON_PATH},
     ) as process:
-        assert process.stdout is not None
+        assert process.stdout is not None and process.stderr is not None
         try:
             yield process.stdout, process
+        except BaseException:
+            process.kill()
+            sys.stderr.write(process.stderr.read())  # for the report of the failure
+            raise
         finally:
             process.kill()
 
