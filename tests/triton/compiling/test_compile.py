@@ -22,6 +22,9 @@ from tests.processes import PYTHON_PATH, ROOT
 
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
 """KiB of shared memory that one program may have, by compute capability."""
+STACK = {"_choose_tokens": 128, "_chunk_systems": 64}
+"""Bytes of a stack that some kernels may have. The sampler's filters keep a few values for the
+token's end beside their loops. The inverse of a chunk's system takes all registers for a moment."""
 COMMON = {
     "_rms_norm",
     "_silu_mul",
@@ -159,11 +162,8 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         assert kernel["shared"] <= SHARED_KB[job.capability] * 1024, kernel
         if job.capability >= 90:
             # A kernel may spill four words at most, which the compiler may set aside over a loop to
-            # fit one more program: there are no spills in the loop. The sampler's filters keep a
-            # few values for the token's end beside their loops.
-            assert kernel.get("stack", 0) <= (
-                128 if kernel["kernel"] == "_choose_tokens" else 16
-            ), kernel
+            # fit one more program: there are no spills in the loop.
+            assert kernel.get("stack", 0) <= STACK.get(kernel["kernel"], 16), kernel
     streamed = {"_streamed_codes"} if job.capability == 90 else set()
     expected = {
         "common": COMMON,
