@@ -80,10 +80,15 @@ def _streams(matrix: DeviceMatrix) -> bool:
 
 
 def split_of(outputs: int, inputs: int, processors: int, most: int = _MOST_SPLIT) -> int:
-    """Return the number of programs that share a tile of W: enough for two a processor."""
+    """Return the number of programs that share a tile of W: enough for two a processor.
+
+    Each has some of the columns.
+    """
     tiles, steps = -(-outputs // _BLOCK_N), -(-inputs // STEP)
     split = 1
     while split < most and 2 * split * tiles <= 2 * processors and 4 * split <= steps:
+        if (2 * split - 1) * -(-steps // (2 * split)) >= steps:
+            break  # the last one would have none
         split *= 2
     return split
 

@@ -18,15 +18,14 @@ kernels/products/own_linear.py lists the kernel's other features.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
@@ -309,25 +308,6 @@ def _coded(
             tl.store(next_squares + tokens * tiles + tile, parts, mask=tokens < T)
 
 
-_COUNTERS = 8192
-_MOST_PARTIALS = 1 << 22
-"""Largest number of float32 sums that programs which share columns leave for one another."""
-
-
-class _Workspace:
-    """Partial sums, and counters that are zero between kernels.
-
-    There is one workspace a device, since kernels that use it follow one another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(_MOST_PARTIALS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-_workspace = functools.cache(_Workspace)
-
-
 def launch(
     x: Tensor,
     matrix: DeviceMatrix,
@@ -344,8 +324,8 @@ def launch(
     if c.split > 1:
         shared = tiles * row_tiles
         sums_left = shared * c.split * c.block_n * c.rows * (1 + gated)
-        assert shared <= _COUNTERS and sums_left <= _MOST_PARTIALS, f"{c}"
-    workspace = _workspace(x.device)
+        assert shared <= MOST_TILES and sums_left <= MOST_PARTIALS, f"{c}"
+    workspace = workspace_of(x.device)
     height, width = matrix.group
     _coded[(tiles * row_tiles * c.split,)](
         x,

@@ -11,9 +11,6 @@ wide, are applied to each tile's product.
 
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_config import StreamedConfig, padded
 from sidestep.kernels.products.streamed_linear_gluon import (
     _barrier,
@@ -202,12 +200,14 @@ def _streamed_codes(
     # 2. Multiply step by step. While the tensor cores work on a tile, the next one is decoded.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
     acc_up = acc
-    mbarrier.wait(bars.index(0), 0)
+    # The last programs that share columns may have none. They load no tile to wait for.
+    mbarrier.wait(bars.index(0), 0, pred=steps > 0)
+    first_tile = gl.minimum(first, gl.cdiv(K, BK) - 1)
     w, scale = _decoded(
         ring.index(0),
         scales,
         group_row,
-        first,
+        first_tile,
         per_group,
         scale,
         GROUP,
@@ -225,7 +225,7 @@ def _streamed_codes(
             up_ring.index(0),
             scales,
             up_group_row,
-            first,
+            first_tile,
             per_group,
             up_scale,
             GROUP,
@@ -357,22 +357,6 @@ def _streamed_codes(
             gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
 
 
-class _Workspace:
-    """Partial sums, and counters that are zero between kernels.
-
-    There is one workspace a device, since kernels that use it follow one another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(_MOST_PARTIALS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-_COUNTERS = 8192
-_MOST_PARTIALS = 1 << 22
-_workspace = functools.cache(_Workspace)
-
-
 def launch(
     x: Tensor,
     matrix: DeviceMatrix,
@@ -389,8 +373,8 @@ def launch(
     assert c.block_k == STEP and c.block_n == 64
     if c.split > 1:
         sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
-        assert tiles <= _COUNTERS and sums_left <= _MOST_PARTIALS, f"{c}"
-    workspace = _workspace(x.device)
+        assert tiles <= MOST_TILES and sums_left <= MOST_PARTIALS, f"{c}"
+    workspace = workspace_of(x.device)
     height, width = matrix.group
     layout = gl.NVMMASharedLayout.get_default_for([c.block_n, words], gl.int32)
     codes = matrix.words

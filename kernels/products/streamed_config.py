@@ -14,8 +14,6 @@ _RING_BYTES = 200 << 10
 _PROCESSORS = 132
 BLOCK_N = 64
 """Rows of W of a program (of each half, if gated): the number that tensor cores take at once."""
-MOST_PARTIALS = 2 * _PROCESSORS * BLOCK_N * MAX_ROWS
-"""Largest number of float32 sums that programs which share columns leave for one another."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ kernels/products/own_linear.py lists the kernel's other features.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -35,10 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS, workspace_of
 from sidestep.kernels.products.streamed_config import (
     ALIGNED,
     MAX_ROWS,
-    MOST_PARTIALS,
     StreamedConfig,
     padded,
 )
@@ -257,21 +255,6 @@ def _streamed(
             gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
 
 
-class _Workspace:
-    """Partial sums, and counters that are zero between kernels.
-
-    There is one workspace a device, since kernels that use it follow one another.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(MOST_PARTIALS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
-
-
-_COUNTERS = 4096
-_workspace = functools.cache(_Workspace)
-
-
 def _tiles(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     dtype = gl.bfloat16 if matrix.dtype == torch.bfloat16 else gl.float16
     return TensorDescriptor(
@@ -300,7 +283,7 @@ def launch(
         f"{tuple(x.shape)} by {tuple(weight.shape)}"
     )
     assert c.split == 1 or tiles * c.split * c.block_n * rows * (1 + gated) <= MOST_PARTIALS, f"{c}"
-    workspace = _workspace(x.device)
+    workspace = workspace_of(x.device)
     _streamed[(tiles * c.split,)](
         _tiles(x, rows, c.block_k),
         _tiles(weight, c.block_n, c.block_k),

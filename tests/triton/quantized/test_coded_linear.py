@@ -14,12 +14,14 @@ from sidestep.kernels.products.coded_linear import (
     add_coded_linear,
     coded_gated_linear,
     coded_linear,
+    split_of,
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
+from sidestep.kernels.products.streamed_config import StreamedConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
-from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from tests.triton.quantized.coded_matrices import FORMS, RARE_FORMS, WHOLE, Form, matrix_of
 from tests.triton.support import (
     DEVICE,
@@ -169,6 +171,21 @@ def test_all_codes_are_exact(kind: str, dtype: torch.dtype) -> None:
     one = torch.eye(columns, dtype=dtype, device=DEVICE)
     found = own_linear(one, on_device(matrix), config=CodedConfig(64, 64, num_stages=2))
     assert torch.equal(found.T.double(), matrix.decoded(torch.float32).double())
+
+
+def test_each_of_the_programs_that_share_a_tile_has_some_columns() -> None:
+    for steps in range(1, 300):
+        split = split_of(64, STEP * steps, 132)
+        assert (split - 1) * -(-steps // split) < steps
+
+
+@needs_gpu
+@pytest.mark.parametrize("form", FORMS[:5], ids=str)
+def test_programs_without_columns_end(form: Form) -> None:
+    given = matrix_of(form, 64, 33 * STEP, DTYPE)
+    x = Values(0).normal(2, 33 * STEP, dtype=DTYPE)
+    found = own_linear(x, on_device(given), config=StreamedConfig(STEP, 4, 8))
+    assert_product(found, exact(x, given), form)
 
 
 def test_a_code_that_is_nan_makes_its_row_nan() -> None:
