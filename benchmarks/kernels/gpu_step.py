@@ -218,21 +218,38 @@ def short_name(name: str) -> str:
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
     """Return the microseconds to read once the memory that each part of a step reads.
 
-    It is the weights, or every row's keys and values.
+    It is the weights, or every row's keys and values; of experts, those that as many rows choose on
+    average.
     """
-    hidden, mixer, mlp = spec.hidden_size, attention_of(spec.layers)[0], spec.layers[0].mlp
-    q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
-    layer = {
-        "qkv": hidden * (q + 2 * kv),
-        "attention": 2 * kv * context * rows,
-        "o": q * hidden,
-        "gate_up": 2 * hidden * mlp.width,
-        "down": hidden * mlp.width,
-    }
-    numbers = {part: spec.num_layers * size for part, size in layer.items()} | {
-        "lm_head": spec.vocab_size * hidden
-    }
-    return {part: 2 * size / speed * 1e6 for part, size in numbers.items()}
+    kv = sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in attention_of(spec.layers))
+    read = defaultdict(float, attention=2.0 * kv * context * rows)
+    for index, layer in enumerate(spec.layers):
+        for matrix in layer.matrices(spec.hidden_size):
+            name = f"model.layers.{index}.{matrix.name}"
+            scheme = matrix.scheme
+            if scheme is None and spec.quantization is not None and matrix.may_be_coded:
+                scheme = spec.quantization.scheme(name)
+            size = matrix.num_bytes(scheme, 2)
+            read[part_of(matrix.name)] += size * (1 - (1 - float(matrix.active)) ** rows)
+    read["lm_head"] = 2.0 * spec.vocab_size * spec.hidden_size
+    return {part: size / speed * 1e6 for part, size in read.items()}
+
+
+def part_of(name: str) -> str:
+    """Return the part of a step that a matrix of a layer belongs to."""
+    for part, words in _WORDS.items():
+        if any(word in name for word in words):
+            return part
+    return "other weights"
+
+
+_WORDS = {
+    "experts": ("expert",),
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
 
 
 def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) -> list[str]:
@@ -243,14 +260,18 @@ def part_lines(kernels: list[Kernel], bounds: dict[str, float], seconds: float) 
         return [f"    no parts: {error}"]
 
 
-def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, prompts: bool) -> None:
+def report(
+    model: str,
+    runner: GpuRunner,
+    rows: int,
+    args: argparse.Namespace,
+    speed: float,
+    *,
+    prompts: bool,
+) -> None:
     """Print one step's time, floors, kernels and parts."""
     traced = 4
     drafts = 0 if prompts else args.drafts
-    options = {"block_size": args.block_size, "enforce_eager": args.eager, "drafts": drafts}
-    runner = make_runner(
-        model, rows, args.context, rows * args.context if prompts else 2048, options
-    )
     steps = (PromptSteps if prompts else Steps)(
         rows, args.context, runner.ready.block_size, 1000, drafts
     )
@@ -271,6 +292,18 @@ def report(model: str, rows: int, args: argparse.Namespace, speed: float, *, pro
         print(f"  {time:9.1f} us  {launches:5.0f} x {time / launches:8.2f}  {name}")
     if not prompts:
         print("\n".join(part_lines(kernels, bounds, seconds)))
+
+
+def report_model(model: str, args: argparse.Namespace, speed: float) -> None:
+    """Print the steps of a model that is loaded once."""
+    most = max([*args.batches, *args.prompts])
+    options = {"block_size": args.block_size, "enforce_eager": args.eager, "drafts": args.drafts}
+    tokens = max(2048, args.context * max(args.prompts, default=0))
+    runner = make_runner(model, most, args.context, tokens, options)
+    for rows in args.batches:
+        report(model, runner, rows, args, speed, prompts=False)
+    for rows in args.prompts:
+        report(model, runner, rows, args, speed, prompts=True)
     del runner
     torch.cuda.empty_cache()
 
@@ -292,10 +325,7 @@ def main() -> None:
     speed = read_speed()
     print(f"reading: {speed / 1e12:.2f} TB/s")
     for model in args.models:
-        for rows in args.batches:
-            report(model, rows, args, speed, prompts=False)
-        for rows in args.prompts:
-            report(model, rows, args, speed, prompts=True)
+        report_model(model, args, speed)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,8 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
         rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
         stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
         steps = -(-inputs // STEP) // split
-        return StreamedConfig(STEP, max(2, min(most, _RING_BYTES // stage, steps)), split)
+        room = _RING_BYTES - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
+        return StreamedConfig(STEP, max(2, min(most, room // stage, steps)), split)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
     most = MAX_ROWS if large or not gated else MAX_ROWS // 2
     rows = min(most, max(_LEAST_ROWS, 1 << (tokens - 1).bit_length()))
@@ -77,6 +78,14 @@ def _streams(matrix: DeviceMatrix) -> bool:
     simple = matrix.minimums is None and matrix.group[1] % STEP == 0
     aligned = matrix.shape[1] % ALIGNED == 0 and matrix.dtype != torch.float32
     return simple and aligned and is_hopper(matrix.device)
+
+
+def scale_bytes(inputs: int, split: int, matrix: DeviceMatrix) -> int:
+    """Return the bytes of scales that a program of the kernel for Hopper keeps of a row of W."""
+    if matrix.group[1] == 0:
+        return 0
+    steps = -(-inputs // (STEP * split))
+    return 4 * (1 << (steps - 1).bit_length())
 
 
 def split_of(outputs: int, inputs: int, processors: int, most: int = _MOST_SPLIT) -> int:

@@ -37,6 +37,12 @@ from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, ze
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
+# Triton 3.9 has this by another name than 3.6.
+_memory = gl.shared_memory_descriptor
+_reinterpreted = getattr(
+    _memory, "reinterpret" if hasattr(_memory, "reinterpret") else "_reinterpret"
+)
+
 
 @gluon.jit
 def _ask_for_codes(
@@ -63,14 +69,42 @@ def _ask_for_codes(
 
 
 @gluon.jit
+def _keep_scales(
+    scales,
+    table,
+    row,
+    end,
+    first,
+    total_groups,
+    per_group,
+    GROUP: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STEPS: gl.constexpr,
+    FLAT: gl.constexpr,
+    layout: gl.constexpr,
+):
+    """Copy the scales of a program's tiles to shared memory, [STEPS, BN].
+
+    To load them when a tile is decoded would cost the memory's whole latency at each step.
+
+    row, end: the first row of W of the program, and the end of all rows.
+    """
+    place = gl.arange(0, STEPS * BN, layout=layout)
+    group = gl.minimum((first + place // BN) * BK // GROUP, total_groups - 1)
+    rows = gl.minimum(row + place % BN, end - 1) // HEIGHT
+    flat = _reinterpreted(table, gl.float32, [STEPS * BN], FLAT)
+    flat.store(gl.load(scales + group * per_group + rows))
+
+
+@gluon.jit
 def _decoded(
     tile,
-    scales,
-    group_row,
+    table,
     step,
-    per_group,
     scale,
-    GROUP: gl.constexpr,
+    GROUPED: gl.constexpr,
     KIND: gl.constexpr,
     ZEROS: gl.constexpr,
     dtype: gl.constexpr,
@@ -78,17 +112,18 @@ def _decoded(
     BK: gl.constexpr,
     CODES: gl.constexpr,
     FIRST: gl.constexpr,
+    OWN: gl.constexpr,
 ):
     """Return the numbers of a tile of words, as the tensor cores' first operand, and the scales.
 
-    scale: those of whole rows.
+    table: the scales of the program's steps, where they are GROUPED. scale: those of whole rows.
     """
-    if GROUP != 0:
-        scale = gl.load(scales + step * BK // GROUP * per_group + group_row)
+    if GROUPED:
+        scale = table.index(step).load(OWN)
     zero = None
     if ZEROS:
         zero = gl.convert_layout(zero_of(scale), gl.SliceLayout(1, CODES))
-        if GROUP != 0:
+        if GROUPED:
             scale = without_zero(scale)
     v = numbers(tile.load(CODES), zero, KIND, dtype, BN, BK)
     return gl.convert_layout(v, FIRST), scale
@@ -122,6 +157,7 @@ def _streamed_codes(
     WORDS: gl.constexpr,
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
+    STEPS: gl.constexpr,
     PARTS: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
@@ -148,6 +184,9 @@ def _streamed_codes(
         [BN, WORDS],
     )
     GROUPED: gl.constexpr = GROUP != 0
+    OWN: gl.constexpr = gl.SliceLayout(1, MMA)
+    TABLE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile = gl.program_id(0) // SPLIT
     part = gl.program_id(0) % SPLIT
     row = tile * BN
@@ -174,14 +213,31 @@ def _streamed_codes(
     places = out + t[None, :].to(gl.int64) * out_stride + n[:, None]
     if NEXT:
         weights = gl.load(next_norm + n, mask=n < N, other=0.0).to(gl.float32)
-    own_row = gl.minimum(row + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA)), N - 1)
     total = N * HALVES
     per_group = gl.cdiv(total, HEIGHT)
-    group_row, up_group_row = own_row // HEIGHT, (own_row + N) // HEIGHT
-    scale = gl.load(scales + group_row)
+    if GROUPED:
+        groups = gl.cdiv(K, GROUP)
+        table = gl.allocate_shared_memory(gl.float32, [STEPS, BN], FLAT)
+        up_table = table
+        _keep_scales(
+            scales, table, row, N, first, groups, per_group,
+            GROUP, HEIGHT, BN, BK, STEPS, FLAT, TABLE,
+        )  # fmt: skip
+        if GATED:
+            up_table = gl.allocate_shared_memory(gl.float32, [STEPS, BN], FLAT)
+            _keep_scales(
+                scales, up_table, N + row, 2 * N, first, groups, per_group,
+                GROUP, HEIGHT, BN, BK, STEPS, FLAT, TABLE,
+            )  # fmt: skip
+        _barrier()
+        scale = table.index(0).load(OWN)
+    else:
+        table, up_table = ring, ring
+        own_row = gl.minimum(row + gl.arange(0, BN, layout=OWN), N - 1)
+        scale = gl.load(scales + own_row // HEIGHT)
     up_scale = scale
-    if GATED:
-        up_scale = gl.load(scales + up_group_row)
+    if GATED and not GROUPED:
+        up_scale = gl.load(scales + (own_row + N) // HEIGHT)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -202,41 +258,15 @@ def _streamed_codes(
     acc_up = acc
     # The last programs that share columns may have none. They load no tile to wait for.
     mbarrier.wait(bars.index(0), 0, pred=steps > 0)
-    first_tile = gl.minimum(first, gl.cdiv(K, BK) - 1)
     w, scale = _decoded(
-        ring.index(0),
-        scales,
-        group_row,
-        first_tile,
-        per_group,
-        scale,
-        GROUP,
-        KIND,
-        ZEROS,
-        dtype,
-        BN,
-        BK,
-        CODES,
-        FIRST,
+        ring.index(0), table, 0, scale, GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN
     )
     up_w = w
     if GATED:
         up_w, up_scale = _decoded(
-            up_ring.index(0),
-            scales,
-            up_group_row,
-            first_tile,
-            per_group,
-            up_scale,
-            GROUP,
-            KIND,
-            ZEROS,
-            dtype,
-            BN,
-            BK,
-            CODES,
-            FIRST,
-        )
+            up_ring.index(0), up_table, 0, up_scale,
+            GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
+        )  # fmt: skip
     for step in range(steps):
         place = step % STAGES
         value = x_ring.index(place).permute([1, 0])
@@ -247,41 +277,17 @@ def _streamed_codes(
         after = step + 1
         following = after % STAGES
         mbarrier.wait(bars.index(following), after // STAGES & 1, pred=after < steps)
-        last_step = first + gl.minimum(after, steps - 1)
+        next_step = gl.minimum(after, steps - 1)
         next_w, next_scale = _decoded(
-            ring.index(following),
-            scales,
-            group_row,
-            last_step,
-            per_group,
-            scale,
-            GROUP,
-            KIND,
-            ZEROS,
-            dtype,
-            BN,
-            BK,
-            CODES,
-            FIRST,
-        )
+            ring.index(following), table, next_step, scale,
+            GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
+        )  # fmt: skip
         next_up_w, next_up_scale = next_w, next_scale
         if GATED:
             next_up_w, next_up_scale = _decoded(
-                up_ring.index(following),
-                scales,
-                up_group_row,
-                last_step,
-                per_group,
-                up_scale,
-                GROUP,
-                KIND,
-                ZEROS,
-                dtype,
-                BN,
-                BK,
-                CODES,
-                FIRST,
-            )
+                up_ring.index(following), up_table, next_step, up_scale,
+                GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
+            )  # fmt: skip
             product, up_product = warpgroup_mma_wait(0, deps=[product, up_product])
         else:
             product = warpgroup_mma_wait(0, deps=[product])
@@ -408,6 +414,7 @@ def launch(
         words,
         c.stages,
         c.split,
+        triton.next_power_of_2(triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split)),
         *flags,
         num_warps=4,
         **pdl(x),

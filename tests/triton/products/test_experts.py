@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton
@@ -135,9 +133,9 @@ def test_experts_of_gpt_oss(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
-def _store_weights(
-    values: Any, scales: Any, out: Any, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
-) -> None:
+def _store_weights(  # type: ignore[no-untyped-def]  # Triton 3.6 takes no names but its own
+    values, scales, out, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
+):
     rows = tl.arange(0, N)[:, None]
     for at in range(0, K, STEP):
         columns = at + tl.arange(0, STEP)[None, :]
