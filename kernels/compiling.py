@@ -10,7 +10,9 @@ results lie in Triton's cache for every process that launches the same kernel.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
+import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
@@ -62,10 +64,24 @@ class CompilerThreads(ThreadPoolExecutor):
 
 
 def with_launcher(kernel: Any) -> Any:
-    """Return the kernel after building its launcher too."""
-    if hasattr(nvidia, "make_launcher"):  # other versions of Triton have one launcher for all
+    """Return the kernel after building its launcher too.
+
+    Some versions of Triton have one launcher for all kernels. Others link it to the driver's
+    library: where there is none, as in the build of an image, the first start builds it.
+    """
+    if hasattr(nvidia, "make_launcher") and _finds_driver():
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
+
+
+@functools.cache
+def _finds_driver() -> bool:
+    """Return whether Triton finds the library of the GPU's driver."""
+    try:
+        nvidia.libcuda_dirs()
+    except (AssertionError, OSError, subprocess.SubprocessError):
+        return False
+    return True
 
 
 class Locks:
