@@ -403,11 +403,13 @@ class DummyWeights(Weights):
     ) -> Tensor:
         """Return random bytes; for scales, those of a small power of two."""
         seed = zlib.crc32(f"{name}.{index}".encode()) ^ self._seed
-        generator = torch.Generator().manual_seed(seed)
-        item = torch.randint(256, shape[1:], dtype=torch.uint8, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        item = torch.randint(
+            256, shape[1:], dtype=torch.uint8, generator=generator, device=self.device
+        )
         if name.endswith("_scales"):
             item.fill_(_DUMMY_SCALE)
-        return _part(item, rows, columns).clone().to(self.device)
+        return _part(item, rows, columns).clone()
 
 
 class NoWeights(Weights):
