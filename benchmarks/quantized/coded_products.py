@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,7 @@ from benchmarks.kernels.gpu_timing import (
     relative_error,
     repeated,
 )
+from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.products.coded_linear import (
     MAX_ROWS,
     choose,
@@ -216,7 +218,11 @@ def main() -> None:
             )
             if options.tune:
                 chosen = choose(rows, case.matrices[0], case.gated)
-                times = {c: case.took(x, c) for c in configs(chosen, rows, SHAPES[shape][0])}
+                tried = list(configs(chosen, rows, SHAPES[shape][0]))
+                with CompilerThreads(os.cpu_count() or 1) as threads, compiling_only(threads):
+                    for c in tried:
+                        case.product(x, case.matrices[0], c)
+                times = {c: case.took(x, c) for c in tried}
                 best = min(times, key=lambda c: times[c])
                 table.add(f"  best {best}: {times[best]:.2f}, error {case.error(x, best):.1e}")
         del case

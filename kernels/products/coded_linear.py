@@ -35,11 +35,9 @@ _LEAST_ROWS = 16
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
 _MOST_SPLIT = 8
-_RING_BYTES, _MOST_STAGES = 110 << 10, 10
-"""Shared memory of a program's ring on Hopper, so that two share a processor, and its tiles."""
-_MOST_STAGES_OF_HALVES = 4
-"""Tiles of a ring of codes of 4 bits: to decode takes longer than to load, so more programs share a
-processor."""
+_SHARE, _MOST_STAGES = 110 << 10, 10
+"""Shared memory of a program on Hopper, so that two share a processor, and the tiles in its ring.
+Codes of 4 bits take longer to decode than to load, so twice as many programs share a processor."""
 
 
 def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | StreamedConfig:
@@ -52,16 +50,9 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
         return CodedConfig(_BLOCK_N, 32 if gated else 64, num_stages=2)
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
     processors = num_processors(matrix.device)
-    split = split_of(outputs, inputs, processors)
     if _streams(matrix):
-        most = _MOST_STAGES
-        if matrix.in_word == 8:
-            most, split = _MOST_STAGES_OF_HALVES, split_of(outputs, inputs, 2 * processors, 4)
-        rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
-        stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
-        steps = -(-inputs // STEP) // split
-        room = _RING_BYTES - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
-        return StreamedConfig(STEP, max(2, min(most, room // stage, steps)), split)
+        return _streamed_config(tokens, matrix, gated, outputs, processors)
+    split = split_of(outputs, inputs, 2 * processors)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
     most = MAX_ROWS if large or not gated else MAX_ROWS // 2
     rows = min(most, max(_LEAST_ROWS, 1 << (tokens - 1).bit_length()))
@@ -71,6 +62,24 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
     # Two or more programs share a processor's memory; older GPUs have less of it.
     stages = max(2, min(6, (80 if large else 44) * 1024 // stage))
     return CodedConfig(_BLOCK_N, rows, split, num_stages=stages)
+
+
+def _streamed_config(
+    tokens: int, matrix: DeviceMatrix, gated: bool, outputs: int, processors: int
+) -> StreamedConfig:
+    """Return the configuration of the kernel for Hopper.
+
+    A program's ring fills its share of a processor's memory. If it were smaller, more programs
+    would fit than there should be: those of a kernel that is launched early would all crowd on the
+    processors that the kernel before leaves free.
+    """
+    inputs, share = matrix.shape[1], _SHARE if matrix.in_word < 8 else _SHARE // 2
+    turns = 2 if matrix.in_word < 8 else 4
+    split = split_of(outputs, inputs, turns * processors)
+    rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
+    stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
+    room = share - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
+    return StreamedConfig(STEP, max(3, min(_MOST_STAGES, room // stage)), split)
 
 
 def _streams(matrix: DeviceMatrix) -> bool:
@@ -88,14 +97,14 @@ def scale_bytes(inputs: int, split: int, matrix: DeviceMatrix) -> int:
     return 4 * (1 << (steps - 1).bit_length())
 
 
-def split_of(outputs: int, inputs: int, processors: int, most: int = _MOST_SPLIT) -> int:
-    """Return the number of programs that share a tile of W: enough for two a processor.
+def split_of(outputs: int, inputs: int, programs: int) -> int:
+    """Return the number of programs that share a tile of W, each with some of the columns.
 
-    Each has some of the columns.
+    programs: the most that there should be in all.
     """
     tiles, steps = -(-outputs // _BLOCK_N), -(-inputs // STEP)
     split = 1
-    while split < most and 2 * split * tiles <= 2 * processors and 4 * split <= steps:
+    while split < _MOST_SPLIT and 2 * split * tiles <= programs and 4 * split <= steps:
         if (2 * split - 1) * -(-steps // (2 * split)) >= steps:
             break  # the last one would have none
         split *= 2

@@ -175,7 +175,7 @@ def test_all_codes_are_exact(kind: str, dtype: torch.dtype) -> None:
 
 def test_each_of_the_programs_that_share_a_tile_has_some_columns() -> None:
     for steps in range(1, 300):
-        split = split_of(64, STEP * steps, 132)
+        split = split_of(64, STEP * steps, 264)
         assert (split - 1) * -(-steps // split) < steps
 
 
