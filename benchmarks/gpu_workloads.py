@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -57,6 +58,12 @@ TARGETS = {
         "single": (3.983, 1.75),
         "single8": (1848, 3400),
         "fixed512": (6883, 6900),
+    },
+    "qwen3-30b-a3b": {
+        "mixed256": (5688, 7500),
+        "single": (4.174, 2.2),
+        "single8": (593, 950),
+        "fixed512": (7709, 9500),
     },
 }
 START_TARGETS = {"cold": 15.0, "warm": 8.0}
@@ -175,7 +182,7 @@ def print_table(model: str, result: dict[str, Any]) -> None:
         )
     for name in WORKLOADS:
         if name in result:
-            peer, reach = TARGETS[model][name]
+            peer, reach = TARGETS.get(model, {}).get(name, (math.nan, math.nan))
             unit = "ms/token" if name == "single" else "tokens/s"
             print(
                 f"{model:14} {name:16} {result[name]:9.4g} {unit}    vLLM {peer:8g}    "

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-PARTS = ("inputs", "qkv", "attention", "o", "gate_up", "down", "norms", "lm_head", "sampling")
+PARTS = (
+    *("inputs", "qkv", "attention", "o", "gate_up", "down", "router", "experts"),
+    *("norms", "lm_head", "sampling"),
+)
 """Parts of a step.
 
 Inputs are the kernels before the first layer, with the gap behind the step before. A product is
@@ -32,6 +35,18 @@ _NEXT_PRODUCT = {
     "o": "gate_up",
     "gate_up": "down",
     "down": "qkv",
+    "experts": "qkv",
+}
+_OF_EXPERTS = {
+    "_router_product": "router",
+    "_choose_experts": "router",
+    "_count_pairs": "experts",
+    "_place_pairs": "experts",
+    "_expert_gate_up": "experts",
+    "_expert_down": "experts",
+    "_grouped_gate_up": "experts",
+    "_grouped_down": "experts",
+    "_combine": "experts",
 }
 _PRODUCT = re.compile(r"_skinny|_streamed|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
 _SUM = re.compile(r"reduce", re.IGNORECASE)
@@ -92,10 +107,16 @@ def _parts(names: Sequence[str]) -> Iterator[str]:
             # it.
             yield "norms"
             continue
-        if name == _ATTENTION:
+        if name in _OF_EXPERTS:
+            part = _after(part, ("o", "router", "experts"), _OF_EXPERTS[name], name)
+        elif name == _ATTENTION:
             part = _after(part, ("qkv",), "attention", name)
         elif _is_product(name):
-            product = "lm_head" if i == last and part == "down" else _NEXT_PRODUCT.get(part, "")
+            product = (
+                "lm_head"
+                if i == last and part in ("down", "experts")
+                else _NEXT_PRODUCT.get(part, "")
+            )
             part = _after(part, _NEXT_PRODUCT, product, name)
         elif name == _SAMPLING:
             part = _after(part, ("lm_head",), "sampling", name)

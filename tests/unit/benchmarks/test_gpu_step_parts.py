@@ -44,6 +44,21 @@ def without_norms(layers: int) -> Step:
     return [*INPUTS, *layer * layers, ("_gemv", "lm_head"), *SAMPLING]
 
 
+def with_experts(layers: int) -> Step:
+    """Return a step of a few rows of a model with experts."""
+    layer = [
+        ("_gemv", "qkv"),
+        ("_decode", "attention"),
+        ("_gemv", "o"),
+        ("_rms_norm", "norms"),
+        ("_router_product", "router"),
+        ("_choose_experts", "router"),
+        ("_expert_gate_up", "experts"),
+        ("_expert_down", "experts"),
+    ]
+    return [*INPUTS, *layer * layers, ("_gemv", "lm_head"), *SAMPLING]
+
+
 def with_helpers(layers: int) -> Step:
     """Return a step of many rows: the library's products, with all their helper kernels."""
     layer = [
