@@ -28,11 +28,11 @@ from sidestep.ipc.model.layer_spec import (
     ExpertStorage,
     NormSpec,
 )
+from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
 from sidestep.kernels.ops.silu_mul import row_sigmoid
-from sidestep.kernels.products.expert_matrix import ExpertMatrix
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 
@@ -104,7 +104,7 @@ class Router:
 
     def _chosen(self, x: Tensor) -> Routed:
         if self._weight is not None:
-            from sidestep.kernels.products.routing_triton import route
+            from sidestep.kernels.experts.routing_triton import route
 
             return route(x, self._weight, self._bias, self._choice, self._own, self._product_bias)
         assert self._product is not None
@@ -118,8 +118,14 @@ class Router:
 class ExpertProducts(Protocol):
     """The chosen experts' products."""
 
-    def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
-        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
+    def __call__(
+        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+    ) -> BegunNorm | None:
+        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
+
+        norm: the norm that `out` goes through next. Return the part of it that is computed, or
+        None.
+        """
 
 
 def matrix_names(spec: ExpertsSpec, name: str, expert: int) -> tuple[str, str, str]:
@@ -232,8 +238,13 @@ class CpuExperts:
         self._gate_up = [_linear(weights.gate_up(expert), dtype) for expert in weights.experts]
         self._down = [_linear(weights.down(expert), dtype) for expert in weights.experts]
 
-    def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
-        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
+    def __call__(
+        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+    ) -> None:
+        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
+
+        norm: the norm that `out` goes through next. None of it is computed here.
+        """
         chosen = routed.ids.shape[1]
         ids = routed.ids.flatten()
         # The pairs of a token and a choice, in the order of their experts: other ranks' first.
@@ -270,11 +281,17 @@ class GpuExperts:
         self._gate_up = _stacked(weights.gate_up, weights.experts)
         self._down = _stacked(weights.down, weights.experts)
 
-    def __call__(self, x: Tensor, routed: Routed, out: Tensor, *, add: bool) -> None:
-        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it."""
-        from sidestep.kernels.products.experts_triton import few_pairs, multiply_experts
+    def __call__(
+        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+    ) -> BegunNorm | None:
+        """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
-        multiply_experts(
+        norm: the norm that `out` goes through next. Return the part of it that is computed, or
+        None.
+        """
+        from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
+
+        return multiply_experts(
             x,
             routed,
             self._gate_up,
@@ -286,6 +303,7 @@ class GpuExperts:
             # A rank with whole experts has the same share of the pairs, on average.
             few=few_pairs(len(x), routed.ids.shape[1], self._num_experts),
             some=self._some,
+            norm=norm,
         )
 
 
@@ -356,11 +374,10 @@ class ExpertsPart(NamedTuple):
         return out
 
     def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
-        """Add the part to residual, in place. No norm is begun."""
+        """Add the part to residual, in place. Return the part of the norm that is computed."""
         if self.shared is not None:
             self.shared.down.add_to(residual, self.shared.inner(self.x))
-        self.products(self.x, self.routed, residual, add=True)
-        return None
+        return self.products(self.x, self.routed, residual, add=True, norm=norm)
 
 
 class NormedParts:

@@ -238,7 +238,7 @@ ExpertStorage = Literal["apart", "interleaved", "mxfp4"]
 
 apart: each under its own name. interleaved: one tensor for all experts' `gate_up_proj` [E, D, 2 F],
 whose columns are those of gate and up in turns, and one for `down_proj` [E, F, D]. mxfp4: the same,
-transposed, in blocks of 32 numbers of four bits (see kernels/products/expert_matrix.py).
+transposed, in blocks of 32 numbers of four bits (see kernels/experts/expert_matrix.py).
 """
 MXFP4_BLOCK = 32
 """Numbers of a block of MXFP4, along the inputs of a product."""

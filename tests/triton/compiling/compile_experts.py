@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from sidestep.kernels.experts import experts_triton, routing_triton
+from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.ops.routing import Choice, Routed
-from sidestep.kernels.products import experts_triton, routing_triton
-from sidestep.kernels.products.expert_matrix import ExpertMatrix
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, u8
 

@@ -8,11 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
+from sidestep.kernels.experts.expert_weights_triton import expert_weights
+from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
+from sidestep.kernels.experts.routing_triton import route
+from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
+from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
-from sidestep.kernels.products.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
-from sidestep.kernels.products.experts_triton import few_pairs, multiply_experts, sort_pairs
-from sidestep.kernels.products.routing_triton import route
-from sidestep.kernels.quantized.expert_weights_triton import expert_weights
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -139,7 +141,7 @@ def _store_weights(  # type: ignore[no-untyped-def]  # Triton 3.6 takes no names
     rows = tl.arange(0, N)[:, None]
     for at in range(0, K, STEP):
         columns = at + tl.arange(0, STEP)[None, :]
-        tile = expert_weights(values, scales, rows, at, K, STEP, None)
+        tile = expert_weights(values, scales, rows, None, at, K, STEP, None)
         tl.store(out + rows * K + columns, tile, mask=columns < K)
 
 
@@ -203,12 +205,29 @@ def test_a_token_does_not_depend_on_those_beside_it(few: bool) -> None:
     assert all(torch.equal(run(rows), together[-rows:]) for rows in (1, 2, 8))
 
 
-def test_pairs_are_sorted_by_expert_and_then_by_number() -> None:
+@pytest.mark.parametrize("width", [40, 128])
+def test_few_pairs_begin_the_next_norm(width: int) -> None:
+    rows, chosen, experts, inner, values = 5, 3, 7, 24, Values(width)
+    x, before = (values.normal(rows, width, dtype=torch.bfloat16) for _ in range(2))
+    gate_up = ExpertMatrix(values.normal(experts, 2 * inner, width, dtype=torch.bfloat16))
+    down = ExpertMatrix(values.normal(experts, width, inner, dtype=torch.bfloat16, scale=0.1))
+    norm = RmsNorm(values.normal(width, dtype=torch.bfloat16), 1e-6)
+    routed, out = routing(values, rows, chosen, experts), guarded(before)
+    with PoisonedAllocations():
+        begun = multiply_experts(x, routed, gate_up, down, out, add=True, few=True, norm=norm)
+    assert begun is not None
+    assert_close(begun.weighted, out.double() * norm.weight.double(), ulps=1)
+    squares = (out.double() ** 2).sum(1)
+    assert torch.allclose(begun.squares.double().sum(1), squares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("in_tile", [32, 128])
+def test_pairs_are_sorted_by_expert_and_then_by_number(in_tile: int) -> None:
     values = Values(1)
     ids = int32([values.different(3, 11) for _ in range(700)])
     ids[ids == 4] = 5  # an expert without pairs
     with PoisonedAllocations():
-        order, experts = sort_pairs(ids, 11)
+        order, experts = sort_pairs(ids, 11, in_tile)
     found = order.view(len(experts), -1).tolist()
     flat = ids.flatten().tolist()
     got = {
@@ -221,7 +240,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_number() -> None:
         real = [p for p in pairs if p < len(flat)]
         assert real == [p for p, e in enumerate(flat) if e == expert]
         assert pairs == real + [len(flat)] * (len(pairs) - len(real))
-        assert len(pairs) - len(real) < 64
+        assert len(pairs) - len(real) < in_tile
     assert experts.tolist() == sorted(experts.tolist())
 
 

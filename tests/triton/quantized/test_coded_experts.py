@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.experts_triton import multiply_experts
 from sidestep.kernels.ops.routing import Routed
-from sidestep.kernels.products.expert_matrix import ExpertMatrix
-from sidestep.kernels.products.experts_triton import multiply_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.support import (
@@ -68,7 +68,11 @@ def test_experts(form: Form, few: bool) -> None:
     routed = Routed(ids, values.normal(rows, 2, dtype=torch.float32))
     out = guarded(torch.zeros(rows, width, dtype=DTYPE, device=DEVICE))
     with (
-        unchanged(x=x, gate_up=all_gate_up.bytes, down=all_down.bytes),
+        unchanged(
+            x=x,
+            gate_up=all_gate_up.values.view(torch.uint8),
+            down=all_down.values.view(torch.uint8),
+        ),
         PoisonedAllocations(),
     ):
         multiply_experts(x, routed, all_gate_up, all_down, out, add=True, few=few)
@@ -85,7 +89,7 @@ def test_a_matrix_is_decoded_as_it_was(form: Form) -> None:
 def test_a_code_that_is_nan_stays_in_its_expert() -> None:
     gate_up, all_gate_up = experts_of(FORMS[0], 256, 256)
     down, all_down = experts_of(FORMS[0], 256, 128)
-    all_down.bytes[1, 7, 5] = 0xFF
+    all_down.values.view(torch.uint8)[1, 7, 5] = 0xFF
     x = Values(0).normal(2, 256, dtype=DTYPE)
     routed = Routed(int32([[0], [1]]), torch.ones(2, 1, device=DEVICE))
     expected = exact(x, routed, gate_up, down)

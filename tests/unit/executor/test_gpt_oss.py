@@ -17,7 +17,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.model_spec import load_model_spec
-from sidestep.kernels.products.expert_matrix import decode_mxfp4
+from sidestep.kernels.experts.expert_matrix import decode_mxfp4
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
 from tests.unit.executor.steps import Request
 from tests.unit.executor.test_model_runner import VOCAB, make_runner, run

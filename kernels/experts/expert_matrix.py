@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
 from sidestep.kernels.quantized.device_matrix import with_simple_groups, with_zeros
 
@@ -23,6 +24,16 @@ BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of e2m1 without their sign, by their bits."""
 _SCALE_BIAS = 127
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Return whether the GPU converts FP8 by instructions of its own."""
+    gpu = gpu_of(device)
+    return gpu is not None and gpu.capability >= _FP8
+
+
+_FP8 = 89
+"""Capability of the first GPUs that do so."""
 
 
 class ExpertMatrix(NamedTuple):
@@ -66,10 +77,25 @@ class ExpertMatrix(NamedTuple):
         return cls(matrix.codes, bias, with_zeros(matrix.scales, zeros))
 
     @property
-    def bytes(self) -> Tensor:
-        """The values, as bytes if they are FP8, for which not every GPU has a type."""
-        fp8 = self.values.dtype == torch.float8_e4m3fn
-        return self.values.view(torch.uint8) if fp8 else self.values
+    def operand(self) -> Tensor:
+        """The values as kernels take them: FP8 as bytes where the GPU has no such type."""
+        if self.values.dtype != torch.float8_e4m3fn or has_fp8(self.values.device):
+            return self.values
+        return self.values.view(torch.uint8)
+
+    @property
+    def groups(self) -> tuple[str, int, int] | None:
+        """The kind of codes, and the rows and columns of a group.
+
+        None for other matrices, for scales of whole rows, and for FP8 that has to be decoded.
+        """
+        if self.scales is None:
+            return None
+        if self.form is None:
+            return "mxfp4", 1, BLOCK
+        kind, height, width = self.form
+        whole = kind != "int4" and width >= self.values.shape[-1]
+        return None if whole or self.operand.dtype != self.values.dtype else (kind, height, width)
 
     @property
     def form(self) -> tuple[str, int, int] | None:

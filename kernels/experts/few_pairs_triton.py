@@ -1,0 +1,276 @@
+"""The products of experts for a few pairs of a token and an expert, in Triton.
+
+A program multiplies rows of one pair's matrix, or of those of all pairs of one token, which it
+streams. Nothing has to be sorted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sidestep.kernels.experts.expert_activation_triton import gated
+from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.expert_weights_triton import expert_weights
+from sidestep.kernels.experts.experts_config import FewConfigs
+from sidestep.kernels.experts.grouped_numbers_triton import grouped_added, grouped_zeros
+from sidestep.kernels.launch import pdl
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.routing import Routed
+
+
+@triton.jit
+def _zeros(N: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):
+    """Return zeros for the sums of N rows. GROUPS: kind, rows and columns of groups, or None."""
+    if GROUPS is None:
+        acc = tl.zeros([N, STEP], tl.float32)
+    else:
+        WIDTH: tl.constexpr = GROUPS[2]
+        IN_BYTE: tl.constexpr = 2 if GROUPS[0] == "int4" or GROUPS[0] == "mxfp4" else 1
+        acc = grouped_zeros(N, STEP, WIDTH, IN_BYTE)
+    return acc
+
+
+@triton.jit
+def _added(
+    acc,
+    weight,
+    scales,
+    rows,
+    there,
+    x,
+    at,
+    K: tl.constexpr,
+    STEP: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Return acc with the products of STEP numbers of these rows [N] and their inputs.
+
+    x: the first input's address, or those of each row [N].
+    """
+    if GROUPS is None:
+        steps = (at + tl.arange(0, STEP))[None, :]
+        if there is None:
+            w = expert_weights(weight, scales, rows[:, None], None, at, K, STEP, FORM)
+        else:
+            w = expert_weights(weight, scales, rows[:, None], there[:, None], at, K, STEP, FORM)
+        if x.type.is_block():
+            x = x[:, None]
+        value = tl.load(x + steps, mask=steps < K, other=0.0)
+        acc += w.to(tl.float32) * value.to(tl.float32)
+    else:
+        KIND: tl.constexpr = GROUPS[0]
+        HEIGHT: tl.constexpr = GROUPS[1]
+        WIDTH: tl.constexpr = GROUPS[2]
+        acc = grouped_added(acc, weight, scales, rows, there, x, at, K, STEP, WIDTH, HEIGHT, KIND)
+    return acc
+
+
+@triton.jit
+def _total(acc, GROUPS: tl.constexpr):
+    """Return the sum of each row."""
+    if GROUPS is not None:
+        acc = tl.sum(acc, 2)
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _expert_gate_up(
+    x,
+    weight,
+    scales,
+    bias,
+    ids,
+    out,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GELU: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SOME: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * N + tl.arange(0, N)
+    expert = tl.load(ids + pair).to(tl.int64)
+    stop = D
+    if SOME:
+        stop = tl.where(expert < 0, 0, D)
+    rows = expert * 2 * F + tl.minimum(columns, F - 1)
+    own = x + pair // CHOSEN * D
+    gate = _zeros(N, STEP, GROUPS)
+    up = _zeros(N, STEP, GROUPS)
+    for at in tl.range(0, stop, STEP, num_stages=STAGES):
+        gate = _added(gate, weight, scales, rows, None, own, at, D, STEP, FORM, GROUPS)
+        up = _added(up, weight, scales, rows + F, None, own, at, D, STEP, FORM, GROUPS)
+    gate_sum, up_sum = _total(gate, GROUPS), _total(up, GROUPS)
+    if bias is not None:
+        own = bias + expert * 2 * F + columns
+        there = columns < (tl.where(expert < 0, 0, F) if SOME else F)
+        gate_sum += tl.load(own, mask=there, other=0.0).to(tl.float32)
+        up_sum += tl.load(own + F, mask=there, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    activated = gated(gate_sum, up_sum, dtype, GELU, ALPHA, LIMIT)
+    tl.store(out + pair * F + columns, activated.to(dtype), mask=columns < F)
+
+
+@triton.jit
+def _expert_down(
+    inner,
+    weight,
+    scales,
+    bias,
+    ids,
+    weights,
+    out,
+    next_norm,
+    next_weighted,
+    next_squares,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    KEPT: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ADD: tl.constexpr,
+    NEXT: tl.constexpr,
+    SOME: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add N outputs of all experts of a token, which are multiplied at once.
+
+    NEXT: whether to begin the next norm too.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    # A row is an output of an expert: first those of the first one.
+    place = tl.arange(0, KEPT * N) // N
+    column = tl.program_id(1) * N + tl.arange(0, KEPT * N) % N
+    pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
+    expert = tl.load(ids + pair).to(tl.int64)
+    there = place < CHOSEN
+    if SOME:
+        there = there & (expert >= 0)
+    rows = tl.where(there, expert, 0) * D + tl.minimum(column, D - 1)
+    inside = None
+    if SOME or KEPT != CHOSEN:
+        inside = there
+    acc = _zeros(KEPT * N, STEP, GROUPS)
+    FIRST: tl.constexpr = STEP if GROUPS is None else 0
+    steps = tl.arange(0, STEP)[None, :]
+    if GROUPS is None:
+        # The kernel before waited for the ids, so they are there. The first weights load while it
+        # runs.
+        there_too = None if inside is None else inside[:, None]
+        w = expert_weights(weight, scales, rows[:, None], there_too, 0, F, STEP, FORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if GROUPS is None:
+        value = tl.load(inner + pair[:, None] * F + steps, mask=steps < F, other=0.0)
+        acc += w.to(tl.float32) * value.to(tl.float32)
+    for at in tl.range(FIRST, F, STEP, num_stages=STAGES):
+        acc = _added(acc, weight, scales, rows, inside, inner + pair * F, at, F, STEP, FORM, GROUPS)
+    result = _total(acc, GROUPS)
+    if bias is not None:
+        own = bias + expert * D + column
+        result += tl.load(own, mask=there & (column < D), other=0.0).to(tl.float32)
+    share = tl.load(weights + pair)
+    result = tl.where(there, share * result, 0.0)
+    total = tl.sum(result.reshape(KEPT, N), 0)
+    columns = tl.program_id(1) * N + tl.arange(0, N)
+    target = out + token * D + columns
+    if ADD:
+        total += tl.load(target, mask=columns < D, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
+    tl.store(target, rounded, mask=columns < D)
+    if NEXT:
+        wide = tl.where(columns < D, rounded.to(tl.float32), 0.0)
+        norm = tl.load(next_norm + columns, mask=columns < D, other=0.0).to(tl.float32)
+        weighted = (wide * norm).to(out.dtype.element_ty)
+        tl.store(next_weighted + token * D + columns, weighted, mask=columns < D)
+        place = next_squares + token * tl.num_programs(1) + tl.program_id(1)
+        tl.store(place, tl.sum(wide * wide, 0))
+
+
+def multiply_few(
+    x: Tensor,
+    routed: Routed,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    out: Tensor,
+    activation: tuple[bool, float | None, float | None],
+    configs: FewConfigs,
+    *,
+    add: bool,
+    some: bool,
+    norm: RmsNorm | None = None,
+) -> BegunNorm | None:
+    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp."""
+    (rows, width), chosen, inner_width = x.shape, routed.ids.shape[1], gate_up.num_rows // 2
+    inner, kind = x.new_empty(rows * chosen, inner_width), pdl(x)
+    c = configs.gate_up
+    _expert_gate_up[(rows * chosen, triton.cdiv(inner_width, c.columns))](
+        x,
+        gate_up.operand,
+        gate_up.scales,
+        gate_up.bias,
+        routed.ids,
+        inner,
+        width,
+        inner_width,
+        chosen,
+        c.columns,
+        c.step,
+        c.stages,
+        gate_up.form,
+        gate_up.groups,
+        *activation,
+        some,
+        num_warps=c.warps,
+        **kind,
+    )
+    c = configs.down
+    begun = None
+    if norm is not None and norm.may_begin:
+        squares = x.new_empty(rows, triton.cdiv(width, c.columns), dtype=torch.float32)
+        begun = BegunNorm(torch.empty_like(out), squares)
+    _expert_down[(rows, triton.cdiv(width, c.columns))](
+        inner,
+        down.operand,
+        down.scales,
+        down.bias,
+        *routed,
+        out,
+        None if norm is None else norm.weight,
+        *(begun or (None, None)),
+        width,
+        inner_width,
+        chosen,
+        triton.next_power_of_2(chosen),
+        c.columns,
+        c.step,
+        c.stages,
+        down.form,
+        down.groups,
+        add,
+        begun is not None,
+        some,
+        num_warps=c.warps,
+        **kind,
+    )
+    return begun
