@@ -67,7 +67,7 @@ def choose(
     if (
         hopper
         and num_inputs % streamed.ALIGNED == 0
-        and (weights > 8 << 20 if tokens <= 8 else tokens <= 64)
+        and (weights >= 8 << 20 if tokens <= 8 else tokens <= 64)
     ):
         return streamed.config(tokens, *sizes)
     # The library reads large matrices as fast; for small ones, its overhead before and after the
