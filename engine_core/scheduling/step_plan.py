@@ -135,8 +135,8 @@ class StepBuilder:
 
     @property
     def can_have_drafts(self) -> bool:
-        """Whether every row has one token."""
-        return not self._chunks.requests
+        """Whether every row has one token and samples what follows it."""
+        return not self._chunks.requests and all(self._single.samples)
 
     @property
     def num_rows(self) -> int:

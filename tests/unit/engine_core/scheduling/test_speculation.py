@@ -46,6 +46,20 @@ def test_a_thousand_requests_give_their_own_tokens(most: int, proposer: dict[str
     assert any(step.num_drafts for step in engine.steps)
 
 
+def test_a_chunk_of_one_token_verifies_no_drafts() -> None:
+    """Keep the budget for parked choices, so that the prompt comes in chunks of one token."""
+    engine = Engine(
+        make_scheduler(budget=5, max_num_seqs=5, speculative=fixed(1, method="frequent"))
+    )
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3]
+    request = make_request(prompt, 6, n=5)
+    engine.scheduler.add(request)
+    engine.run()
+    for choice in range(5):
+        seed = request.sampling.for_choice(choice).seed or 0
+        assert engine.tokens[choice] == expected_tokens(prompt, 6, seed, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize("position", range(12))
 def test_a_stop_at_every_position_of_an_accepted_run(position: int) -> None:
     """The tokens behind the stop are dropped, whether they were accepted or not."""
