@@ -99,7 +99,15 @@ class StateCache:
         return copies
 
     def free(self, state: int) -> None:
-        """Take back the state of a request."""
+        """Take back the state of a request, and drop the copies to it that no step has made yet.
+
+        Otherwise these would keep two states in use, for which the next step may have to wait.
+        """
+        for source, target in [copy for copy in self._copies if copy[1] == state]:
+            self._copies.remove((source, target))
+            self._held.remove(source)
+            self._held.remove(target)
+            self._pool.free([source, target])
         self._pool.free([state])
 
     def reset(self) -> None:

@@ -6,6 +6,7 @@ tests/property/test_scheduler_machine.py runs the scheduler with states under ra
 
 from __future__ import annotations
 
+from sidestep.engine_core.kv_cache.state_cache import StateCache
 from sidestep.executor.runner.fake import expected_tokens
 from tests.fakes import VOCAB_SIZE, Engine, make_request, make_scheduler
 
@@ -66,3 +67,15 @@ def test_reset_forgets_checkpoints() -> None:
     serve(engine, 0, SYSTEM)
     engine.scheduler.reset_prefix_cache()
     assert serve(engine, 1, SYSTEM) == 0
+
+
+def test_a_copy_for_a_request_that_leaves_holds_no_state() -> None:
+    """Nothing can be scheduled where a step to come holds all states."""
+    states = StateCache(2)
+    source, target = states.enter(None), states.enter(None)
+    states.copy(source, target)
+    states.free(source)
+    assert states.num_free == 0, "the copy may still be made"
+    states.free(target)
+    assert states.num_free == 2 and states.take_copies() == []
+    states.check_invariants([])
