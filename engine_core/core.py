@@ -13,8 +13,9 @@ from collections.abc import Callable
 from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduling.scheduler import Scheduler
+from sidestep.engine_core.soft_resets import SoftResets
 from sidestep.engine_core.worker_calls import WorkerCalls
-from sidestep.executor.base import Executor
+from sidestep.executor.base import Executor, StepFailed
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.processes.core_args import OWNER
 from sidestep.ipc.transport.envelope import Refused, Subject, envelope_of, handles_of
@@ -54,6 +55,7 @@ class EngineCore:
         self._clock = clock
         self._last_progress = clock()
         self.recorder = FlightRecorder(clock)
+        self._resets = SoftResets()
         self.calls = WorkerCalls(
             executor,
             lambda: not (self._in_flight or scheduler.has_unfinished),
@@ -134,6 +136,9 @@ class EngineCore:
         outputs: list[tuple[int, Outputs]] = []
         # 1. Take the tokens of the steps that have come back, and the answers to calls.
         while (output := self.executor.poll()) is not None:
+            if isinstance(output, StepFailed):
+                self._reset(output)
+                continue
             self._in_flight -= 1
             self._last_progress = self._clock()
             self.recorder.output_taken(output)
@@ -162,6 +167,17 @@ class EngineCore:
         outputs += self.scheduler.take_outputs().items()
         self.recorder.turn_ended()
         return outputs
+
+    def _reset(self, failed: StepFailed) -> None:
+        """Take back the steps in flight, the oldest of which has failed, and go on.
+
+        Raises EngineDeadError where that has not helped before.
+        """
+        next_step = self.scheduler.take_back(failed)
+        self._resets.count(failed, next_step)
+        self.executor.reset()
+        self.recorder.taken_back(failed.step_id)
+        self._in_flight = 0
 
     def take_answers(self) -> list[tuple[int, Answer | WorkersChanged]]:
         """Return the answers to calls to the workers, and news of what they changed, by client."""
@@ -201,7 +217,7 @@ class EngineCore:
         if call.method == "ping":
             result = {"seconds_since_progress": self.seconds_since_progress()}
         elif call.method == "stats":
-            result = self.scheduler.stats() | self.recorder.stats()
+            result = self.scheduler.stats() | self.recorder.stats() | self._resets.stats()
             result["num_waiting"] += self.calls.num_held
         elif call.method == "sleep_level":
             result = {"level": float(self.calls.sleep_level)}

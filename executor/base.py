@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,23 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
     """'cuda', 'cpu' or 'fake'."""
     device: str
     """A description for people: 'cpu (2 threads)', 'NVIDIA H200', 'fake'."""
+
+
+class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
+    """A step that raised, in a worker that can go on after a reset of its tables."""
+
+    step_id: int
+    cause: Literal["oom", "exception"]
+    """'oom' where memory was short."""
+    text: str
+    """The exception, for people: its last line first, then the trace."""
+    slot: int = -1
+    """Slot of the row that is to blame; -1 if no row is known to be."""
+
+    @property
+    def line(self) -> str:
+        """The first line of `text`."""
+        return self.text.partition("\n")[0]
 
 
 class Answered(NamedTuple):
@@ -72,8 +89,18 @@ class Executor(abc.ABC):
         """Hand all ranks the masks of the last step submitted that awaits some."""
 
     @abc.abstractmethod
-    def poll(self) -> StepOutput | None:
-        """Return the next output if it is there. Its columns are valid until the next call."""
+    def poll(self) -> StepOutput | StepFailed | None:
+        """Return the next output if it is there. Its columns are valid until the next call.
+
+        After a step that failed nothing comes but answers to calls, until `reset`.
+        """
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Have the workers forget all requests, after a step that failed.
+
+        Steps and masks that they have been sent before are not run, or give no output.
+        """
 
     @abc.abstractmethod
     def call(self, call: AnyCall) -> int:

@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs.grammars import Grammars
+from sidestep.executor.base import StepFailed
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
@@ -322,6 +323,21 @@ class Engine:
         self.scheduler.follow(output)
         self._take_masks()
         self._note(self.scheduler.update(output))
+        self.scheduler.check_invariants()
+
+    def fail(self, cause: Literal["oom", "exception"] = "exception", slot: int = -1) -> None:
+        """Let the oldest step fail, so that all steps in flight are lost.
+
+        slot: that of the row which is to blame; -1 for none.
+        """
+        step = StepInput.decode(self._in_flight[0])
+        self._in_flight.clear()
+        self._masks.clear()
+        self.runner.reset()
+        text = "PlannedFaultError: as the test wants"
+        self.scheduler.take_back(
+            StepFailed(step_id=step.step_id, cause=cause, text=text, slot=slot)
+        )
         self.scheduler.check_invariants()
 
     def _take_masks(self) -> None:

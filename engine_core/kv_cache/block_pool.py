@@ -99,6 +99,14 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._by_hash[block_hash] = block
 
+    def unregister(self, block_hash: bytes) -> None:
+        """Forget the content with this hash, if a block is known to have it."""
+        block = self._by_hash.pop(block_hash, None)
+        if block is not None:
+            self._hash_of[block] = None
+            if self._refs[block] == 0:
+                self._free.move_to_end(block, last=False)
+
     def reset_cache(self) -> None:
         """Forget all contents. Blocks in use stay in use."""
         for block in self._by_hash.values():

@@ -241,6 +241,19 @@ class KVCacheManager:
         for request in holders:
             request.blocks.hide()
 
+    def forget_behind(self, request: Request) -> None:
+        """Forget the blocks and checkpoints behind the tokens that a request has computed.
+
+        They were made known on the promise of rows that will not be computed. Blocks of windows
+        may belong to the request no longer, so all of them are found by their hashes.
+        """
+        hashes = request.blocks.hashes
+        for block_hash in hashes[max(0, request.num_computed) // self.block_size :]:
+            for group in range(self.groups.count):
+                self.pool.unregister(key_in_group(block_hash, group) if group else block_hash)
+            if self.states:
+                self.states.unregister(block_hash)
+
     def check_invariants(self, requests: list[Request]) -> None:
         """Raise AssertionError when reference counts differ from what requests hold.
 

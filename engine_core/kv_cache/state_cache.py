@@ -110,6 +110,10 @@ class StateCache:
             self._pool.free([source, target])
         self._pool.free([state])
 
+    def unregister(self, block_hash: bytes) -> None:
+        """Forget the checkpoint behind the block with this hash, if there is one."""
+        self._pool.unregister(block_hash)
+
     def reset(self) -> None:
         """Forget all checkpoints."""
         self._pool.reset_cache()

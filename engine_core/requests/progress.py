@@ -95,6 +95,15 @@ class Progress(Life):
         self.num_computed -= 1 + num_drafts
         self.is_new = True
 
+    def take_back_row(self, num_tokens: int, num_drafts: int, *, samples: bool) -> None:
+        """Take back a row of a step that was not computed; arguments: as it was planned."""
+        self.num_in_flight -= 1
+        self.num_computed -= num_tokens + num_drafts
+        self.num_placeholders -= num_drafts
+        if samples:
+            self.num_placeholders -= 1
+            self.num_sampling -= 1
+
     def row_is_back(self) -> bool:
         """Note that the oldest step with a row of the request is back.
 

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from sidestep.ipc.transport.records import STEP_KINDS, STEP_ROW, step_kind
 from sidestep.ipc.transport.step import StepOutput
 
@@ -135,6 +137,19 @@ class FlightRecorder:
                 self.idle[cause] += length
         self._last_end = output.end_ns
         self._taken.append((output, flying, now, idle))
+
+    def taken_back(self, step_id: int) -> None:
+        """Note that all steps that are not back, the first of which is `step_id`, will not come.
+
+        They are written as steps without tokens that have taken no time.
+        """
+        now = self._now()
+        for number, flying in enumerate(self._flying, step_id):
+            nothing = StepOutput(number, now, now, np.empty(0, np.int32))
+            nothing.received_ns = nothing.launched_ns = now
+            self._taken.append((nothing, flying, now, _NOT_IDLE))
+        self._flying.clear()
+        self._ready = now
 
     def scheduling(self) -> None:
         """Note that the core begins to schedule."""

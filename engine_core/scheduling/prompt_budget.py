@@ -9,6 +9,12 @@ steps take less time a token, and then every request waits for the queue.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+_HALVED_S = 60.0
+"""Seconds for which steps stay smaller after one that had too little memory."""
 _LEAST = 256
 """Tokens that any step may take: prompts go on even where decodes alone last too long."""
 _TELLING = 64
@@ -20,6 +26,36 @@ Small steps take longer a token than large ones, which say more.
 """
 _PADDING = 128
 """Tokens. A GPU's steps are filled up to multiples of this."""
+
+
+class TokenBudget:
+    """The most tokens of any step, which are fewer for some time after a want of memory."""
+
+    def __init__(self, most: int, least: int, clock: Callable[[], float]) -> None:
+        """Begin with `most` tokens. least: tokens that are always left: one for each row."""
+        self._most, self._least = most, min(least, most)
+        self._clock = clock
+        self.now = most
+        """Most tokens of the next step."""
+        self._until: float | None = None
+
+    def __repr__(self) -> str:
+        return f"TokenBudget({self.now} of {self._most})"
+
+    def halve(self) -> None:
+        """Halve the tokens of a step for a minute from now."""
+        self.now = max(self._least, self.now // 2)
+        self._until = self._clock() + _HALVED_S
+        logger.warning(
+            "too little memory: steps have at most %d tokens for %g s", self.now, _HALVED_S
+        )
+
+    def tokens(self) -> int:
+        """Return the most tokens of the next step."""
+        if self._until is not None and self._clock() >= self._until:
+            self.now, self._until = self._most, None
+            logger.info("steps have up to %d tokens again", self.now)
+        return self.now
 
 
 class PromptBudget:

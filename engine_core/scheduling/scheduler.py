@@ -38,14 +38,16 @@ from sidestep.engine_core.scheduling.micro_batches import pick_due, share_prompt
 from sidestep.engine_core.scheduling.outbox import Outboxes
 from sidestep.engine_core.scheduling.policies.policy import Policy
 from sidestep.engine_core.scheduling.preemption import Room
-from sidestep.engine_core.scheduling.prompt_budget import PromptBudget
+from sidestep.engine_core.scheduling.prompt_budget import PromptBudget, TokenBudget
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepBuilder, StepPlan
 from sidestep.engine_core.scheduling.step_results import StepResults
+from sidestep.engine_core.scheduling.take_back import take_back
 from sidestep.engine_core.structured_outputs.draft_masks import forced_tokens
 from sidestep.engine_core.structured_outputs.grammar_costs import share_masks
 from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
+from sidestep.executor.base import StepFailed
 from sidestep.ipc.common.registry import POLICIES, load
 from sidestep.ipc.config_sections import SchedulerConfig, StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
@@ -104,6 +106,7 @@ class Scheduler:
         )
         self._results = StepResults(self._roster, self._policy, kv, grammars, self._outboxes, clock)
         self._prompt_budget = PromptBudget(limits.target_itl_s, limits.max_num_batched_tokens)
+        self._tokens = TokenBudget(limits.max_num_batched_tokens, limits.max_num_seqs, clock)
         self._drafts = DraftBudget(config.speculation)
         self._plans: deque[StepPlan] = deque()
         """Plans of the steps in flight, the oldest first."""
@@ -236,7 +239,7 @@ class Scheduler:
 
     def _add_drafts(self, step: StepBuilder) -> None:
         """Let the rows of a step verify as many drafts as pay, if tokens and blocks allow."""
-        most = self._limits.max_num_batched_tokens // step.num_rows - 1
+        most = self._tokens.now // step.num_rows - 1
         if (num_drafts := self._drafts.choose(step.num_rows, most)) > 0:
             step.add_drafts(num_drafts)
 
@@ -256,7 +259,7 @@ class Scheduler:
         The result has the rest of the token budget, how much of it prompts may have, and how many
         more requests may enter.
         """
-        budget, block_size = self._limits.max_num_batched_tokens, self.kv.block_size
+        budget, block_size = self._tokens.tokens(), self.kv.block_size
         self._roster.forking.unpark(self.kv)
         # A request whose last token is in flight needs no row, so its seat is free already.
         live = without_complete(self._roster.running)
@@ -323,6 +326,17 @@ class Scheduler:
         self._drafts.learn(plan, output)
         self._results.take(plan, output)
         return self.take_outputs()
+
+    def take_back(self, failed: StepFailed) -> int:
+        """Take back all steps in flight, of which the oldest has failed: their requests run again.
+
+        A request whose row is named ends with an error. Return the number of the next step.
+        """
+        take_back(self._plans, self._roster, self.kv, failed)
+        self._masks.clear()
+        if failed.cause == "oom":
+            self._tokens.halve()
+        return self._next_step
 
     def take_outputs(self) -> dict[int, Outputs]:
         """Return the messages that frontends must get by now, by client."""
@@ -429,6 +443,7 @@ class Scheduler:
             "num_steps": self._next_step,
             "num_preemptions": self._roster.num_preemptions,
             "num_postponed_tokens": self._num_postponed,
+            "max_step_tokens": self._tokens.now,
             "kv_cache_usage": self.kv.usage,
             "kv_cache_cached_blocks": self.kv.pool.num_cached,
             "prefix_cache_queries": self.kv.num_queried_tokens,

@@ -34,6 +34,8 @@ class StepPlan:
     """The requests of `sampling` whose tokens do not count, because their masks came too late."""
     num_drafts: int = 0
     """Most drafts of each row."""
+    num_row_tokens: Sequence[int] = ()
+    """Tokens of each row, without drafts."""
 
     def drafts_of(self, request: Request) -> int:
         """Return the number of drafts that a request's row was planned with."""
@@ -203,11 +205,11 @@ class StepBuilder:
             if self._has_grammars
             else []
         )
-        blocks = first.new_blocks + then.new_blocks
+        blocks, counts = first.new_blocks + then.new_blocks, first.num_tokens + then.num_tokens
         message = StepInput(
             step_id=self._step_id,
             slots=np.array([r.slot for r in rows], np.int32),
-            num_tokens=np.array(first.num_tokens + then.num_tokens, np.int32),
+            num_tokens=np.array(counts, np.int32),
             num_new_blocks=np.array(list(map(len, blocks)), np.int32),
             block_ids=np.fromiter(chain.from_iterable(blocks), np.int32),
             copy_sources=np.array(self.copied, np.int32) if self._copies else _NONE,
@@ -239,6 +241,7 @@ class StepBuilder:
             num_prompts,
             masked,
             num_drafts=self._num_drafts,
+            num_row_tokens=counts,
         )
 
 

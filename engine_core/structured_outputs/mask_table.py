@@ -50,8 +50,7 @@ class MaskTable:
         drafts = behind or [()] * len(grammars)
         # Nothing that this step needs may be overwritten.
         if len(self._masks) + len(grammars) + sum(map(len, drafts)) > self._num_masks:
-            self._masks.clear()
-            self._indices.clear()
+            self.clear()
         first_new, indices = len(self._masks), list[int]()
         for grammar, mask, more in zip(grammars, masks, drafts, strict=True):
             index = self._index_of(mask.tobytes(), grammar.mask_index)
@@ -68,6 +67,11 @@ class MaskTable:
             np.array(list(map(len, forced)), np.int32),
             np.concatenate(forced) if forced else _NONE,
         )
+
+    def clear(self) -> None:
+        """Begin the table anew: the workers may not have taken the last masks."""
+        self._masks.clear()
+        self._indices.clear()
 
     def _index_of(self, mask: bytes, guess: int) -> int:
         """Return the index of a mask, which is added if the table lacks it.

@@ -167,3 +167,8 @@ class ModelRunner(StepOrder[CpuStep]):
 
     def settle(self) -> None:
         """Do nothing: a message waits in the host's memory until the step that needs it."""
+
+    def reset(self) -> None:
+        """Forget the requests with controls; all else is overwritten when requests enter."""
+        if self._last is not None:
+            self._last.special.clear()

@@ -22,6 +22,7 @@ The kernels of a step are in executor/gpu/step_kernels.py.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -262,6 +263,20 @@ class GpuRunner(StepOrder[GpuStep]):
     def settle(self) -> None:
         """Receive what other stages have sent."""
         self._pipeline.settle()
+
+    @torch.inference_mode()
+    def reset(self) -> None:
+        """Wait for the device, and forget the requests with controls.
+
+        All else is overwritten when requests enter. Memory that no tensor has is given back, since
+        a step may have failed for want of a piece of another size. Raises what the device reports
+        if it is broken.
+        """
+        torch.cuda.synchronize()
+        if self._last is not None:
+            self._last.special.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def _store_past(self, step: StepInput) -> None:
         """Store tokens that a request enters with in the cache, where drafts are looked up.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
+from sidestep.executor.runner.runner import PendingOutput, RowError, Runner, WorkerArgs
 from sidestep.ipc.common.fault_plan import Fault, FaultPlan, FaultyMessage
 from sidestep.ipc.transport.shm_ring import RingReader, RingSpec, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
@@ -21,6 +21,10 @@ from sidestep.ipc.transport.step import StepInput, StepMasks
 
 class PlannedFaultError(Exception):
     """The exception that a plan asks for."""
+
+
+class PlannedOutOfMemoryError(PlannedFaultError, MemoryError):
+    """The want of memory that a plan asks for."""
 
 
 def faults_of(args: WorkerArgs) -> tuple[Fault, ...]:
@@ -50,7 +54,7 @@ class FaultyRunner(Runner):
         ):
             sent = step.new_token_ids[tokens].tolist()
             self._poisons[slot] = wanted & set(sent[: max(0, num_prompt - positions.start)])
-        run = set[int]().union(*(self._poisons.get(slot, ()) for slot in step.slots.tolist()))
+        run = {token: slot for slot in step.slots.tolist() for token in self._poisons.get(slot, ())}
         for fault in self._faults:
             if fault.for_token is not None:
                 is_due = fault.for_token in run
@@ -59,21 +63,31 @@ class FaultyRunner(Runner):
                     fault.kind == "slow" and fault.at is not None and step.step_id > fault.at
                 )
             if is_due:
-                _happen(fault, step.step_id)
+                _happen(
+                    fault, step.step_id, -1 if fault.for_token is None else run[fault.for_token]
+                )
         return self._inner.execute(step, receive_masks)
 
     def settle(self) -> None:
         """End what is under way between ranks."""
         self._inner.settle()
 
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._poisons.clear()
+        self._inner.reset()
 
-def _happen(fault: Fault, step_id: int) -> None:
-    """Make a fault of a step."""
+
+def _happen(fault: Fault, step_id: int, slot: int) -> None:
+    """Make a fault of a step. slot: that of the request that it is for."""
     if fault.kind == "slow":
         time.sleep(fault.seconds)
         return
+    if fault.kind == "oom":
+        raise PlannedOutOfMemoryError(f"the fault plan has no memory at step {step_id}")
     if fault.kind == "raise":
-        raise PlannedFaultError(f"the fault plan raises at step {step_id}")
+        error = PlannedFaultError(f"the fault plan raises at step {step_id}")
+        raise RowError(slot, error) if fault.named else error
     if fault.process == "core":
         os.kill(os.getppid(), signal.SIGKILL if fault.kind == "die" else signal.SIGSTOP)
     elif fault.kind == "die":

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sidestep.executor.base import Answered, Executor, WorkerReady
+from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.gpu.cuda_driver import has_driver
 from sidestep.executor.processes.gpu_recovery import load_nvml, what_gpus_need
 from sidestep.executor.processes.kernel_compiler import CompilerArgs
@@ -71,6 +71,8 @@ class MultiprocExecutor(Executor):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks meet while they start."""
         self._answers = RankAnswers(self._world, config.parallel.rank_name)
+        self._num_resets = 0
+        """Resets that the worker has not reported yet; what comes before that is dropped."""
 
     def what_devices_need(self) -> str | None:
         """Return what the replica's GPUs need before they can be used again; None if nothing."""
@@ -143,7 +145,12 @@ class MultiprocExecutor(Executor):
         except RingClosed as closed:
             raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
-    def poll(self) -> StepOutput | None:
+    def reset(self) -> None:
+        """Have the only rank forget all requests."""
+        self._num_resets += 1
+        self._send([], Order.RESET)
+
+    def poll(self) -> StepOutput | StepFailed | None:
         """Return the next output if it is there."""
         output = self._hear_all()
         if output is None and self._has_failed:
@@ -233,15 +240,15 @@ class MultiprocExecutor(Executor):
             if self._has_failed:
                 raise EngineStartError(self._cause())
 
-    def _hear_all(self) -> StepOutput | None:
+    def _hear_all(self) -> StepOutput | StepFailed | None:
         """Return the next output; handle the ranks' other messages that come before it."""
         for rank in range(len(self._replies)):
             if (output := self._hear(rank)) is not None:
                 return output
         return None
 
-    def _hear(self, rank: int) -> StepOutput | None:
-        """Return a rank's next output, and take all that it has sent before that.
+    def _hear(self, rank: int) -> StepOutput | StepFailed | None:
+        """Return a rank's next output or failed step, and take all that it has sent before that.
 
         Its doorbell is silent afterwards, so nothing may be left in the ring.
         """
@@ -250,8 +257,14 @@ class MultiprocExecutor(Executor):
         while (message := self._receive(rank)) is not None:
             kind, data = message
             if kind == Reply.OUTPUT:
-                return StepOutput.decode(data)
-            if kind == Reply.ANSWER:
+                if not self._num_resets:
+                    return StepOutput.decode(data)
+            elif kind == Reply.STEP_FAILED:
+                if not self._num_resets:
+                    return self._named(rank, msgspec.msgpack.decode(data, type=StepFailed))
+            elif kind == Reply.RESET:
+                self._num_resets -= 1
+            elif kind == Reply.ANSWER:
                 self._answers.take(rank, decode_answer(data))
             elif kind == Reply.READY:
                 self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
@@ -260,6 +273,11 @@ class MultiprocExecutor(Executor):
         if closed and rank not in self._failures and rank not in self._gone:
             self._gone.append(rank)
         return None
+
+    def _named(self, rank: int, failed: StepFailed) -> StepFailed:
+        """Return a report that begins with the rank's name."""
+        name = self._config.parallel.rank_name(rank)
+        return msgspec.structs.replace(failed, text=f"{name} failed: {failed.text}")
 
     def _receive(self, rank: int) -> tuple[int, memoryview] | None:
         """Return a rank's next message. A message that was damaged ends the engine."""

@@ -5,6 +5,10 @@ before the next step is read. So steps reach the device in the order they were s
 in that order too: from this thread when it finds them ready, otherwise from the drain thread. The
 main thread never waits for the device. A call is answered between two steps, and its answer goes
 back behind the outputs of the steps before it.
+
+A step may raise and leave the worker able to go on (step_failure.py). The report goes back in the
+place of the output. Then no step is run until the core has had the tables reset, and what is sent
+behind that order belongs to new steps.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import enum
 import queue
 import threading
 import time
-import traceback
 from collections import deque
 from dataclasses import dataclass
 
@@ -26,6 +29,12 @@ from sidestep.executor.processes.fake_faults import (
     FaultyRunner,
     FaultyWriter,
     faults_of,
+)
+from sidestep.executor.processes.step_failure import (
+    MessageLostError,
+    StepAbandonedError,
+    failure_of,
+    failure_text,
 )
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
@@ -48,6 +57,8 @@ class Order(enum.IntEnum):
     """Columns of StepMasks."""
     CALL = 2
     """MessagePack of SentCall."""
+    RESET = 3
+    """Empty: forget all requests; the steps and masks before it do not count."""
 
 
 class Reply(enum.IntEnum):
@@ -61,10 +72,10 @@ class Reply(enum.IntEnum):
     """JSON of Failure: the worker could not start, or a step or call raised."""
     ANSWER = 3
     """MessagePack of CallAnswer."""
-
-
-class MessageLostError(Exception):
-    """A message of the core has not come, so the tables of this rank are not those it expects."""
+    STEP_FAILED = 4
+    """MessagePack of StepFailed: a step raised, and the worker waits for the order to reset."""
+    RESET = 5
+    """Empty: the worker has forgotten all requests; outputs from here on are of new steps."""
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -106,8 +117,11 @@ class Launched(Outgoing):
     """A step that has been launched, and when the host had received and launched it."""
 
     pending: PendingOutput
+    step_id: int
     received_ns: int
     launched_ns: int
+    resets: bool
+    """Whether the worker may go on after an exception."""
 
     @property
     def ready(self) -> bool:
@@ -115,8 +129,15 @@ class Launched(Outgoing):
         return self.pending.ready
 
     def send(self, replies: RingWriter) -> None:
-        """Wait for the step's end, and send its output."""
-        output = self.pending.wait()
+        """Wait for the step's end, and send its output, or the report of its failure."""
+        try:
+            output = self.pending.wait()
+        except Exception as error:
+            failed = failure_of(error, self.step_id) if self.resets else None
+            if failed is None:
+                raise
+            replies.send([msgspec.msgpack.encode(failed)], Reply.STEP_FAILED)
+            return
         output.received_ns, output.launched_ns = self.received_ns, self.launched_ns
         replies.send(output.encode(), Reply.OUTPUT)
 
@@ -135,6 +156,23 @@ class Answering(Outgoing):
     def send(self, replies: RingWriter) -> None:
         """Send the answer."""
         replies.send([encode(self.answer)], Reply.ANSWER)
+
+
+@dataclass(frozen=True, slots=True)
+class Saying(Outgoing):
+    """A short message that is there."""
+
+    kind: Reply
+    data: bytes = b""
+
+    @property
+    def ready(self) -> bool:
+        """True: the message is there."""
+        return True
+
+    def send(self, replies: RingWriter) -> None:
+        """Send the message."""
+        replies.send([self.data], self.kind)
 
 
 class OutputDrain:
@@ -184,12 +222,6 @@ class OutputDrain:
                 report(self._replies, failure_text())
                 return
             self._num_waited_for += 1
-
-
-def failure_text() -> str:
-    """Return the exception being handled, for people: its last line first, then the trace."""
-    trace = traceback.format_exc().strip()
-    return f"{trace.splitlines()[-1]}\n{trace}"
 
 
 def report(replies: RingWriter, text: str) -> None:
@@ -245,7 +277,9 @@ def main(raw: bytes) -> None:
         if faults:
             runner = FaultyRunner(runner, faults)
             steps = FaultyReader(args.steps, args.reader, faults)
-        run_steps(runner, steps, replies, answers=args.worker.answers)
+        # With several ranks, the others may wait within the step for this one.
+        resets = args.worker.parallel.num_ranks == 1
+        run_steps(runner, steps, replies, answers=args.worker.answers, resets=resets)
     except RingClosed:
         pass  # the core has ended
     except Exception:
@@ -253,13 +287,16 @@ def main(raw: bytes) -> None:
         raise
 
 
-def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool) -> None:
+def run_steps(
+    runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool, resets: bool = False
+) -> None:
     """Run steps and answer calls until the core closes the ring. Only one rank sends outputs.
 
-    Masks that the runner does not ask for are dropped: this stage comes before the last.
+    Masks that the runner does not ask for are dropped: this stage comes before the last, or the
+    step has failed. resets: whether the worker may go on after an exception in a step.
     """
     drain, calls = OutputDrain(replies), deque[SentCall]()
-    num_steps = 0
+    num_steps, has_failed = 0, False
     while True:
         while calls:
             drain.put(Answering(runner.answer(calls.popleft())))
@@ -270,16 +307,39 @@ def run_steps(runner: Runner, steps: RingReader, replies: RingWriter, *, answers
         if message[0] == Order.CALL:
             calls.append(decode_call(message[1]))
             continue
+        if message[0] == Order.RESET:
+            reset(runner, drain)
+            has_failed = False
+            continue
         received = time.monotonic_ns()
         step = StepInput.decode(message[1])
         if step.step_id != num_steps:
             raise MessageLostError(f"step {step.step_id} has come in the place of {num_steps}")
         num_steps += 1
+        if has_failed:  # the core will take this step back
+            continue
         if step.awaits_masks:  # the step's bytes must outlive the arrival of the next message
             step = StepInput.decode(bytes(message[1]))
-        pending = runner.execute(step, lambda: receive_masks(runner, steps, drain, calls))
+        try:
+            pending = runner.execute(step, lambda: receive_masks(runner, steps, drain, calls))
+        except StepAbandonedError:
+            reset(runner, drain)
+            continue
+        except Exception as error:
+            failed = failure_of(error, step.step_id) if resets else None
+            if failed is None:
+                raise
+            drain.put(Saying(Reply.STEP_FAILED, msgspec.msgpack.encode(failed)))
+            has_failed = True
+            continue
         if answers:
-            drain.put(Launched(pending, received, time.monotonic_ns()))
+            drain.put(Launched(pending, step.step_id, received, time.monotonic_ns(), resets))
+
+
+def reset(runner: Runner, drain: OutputDrain) -> None:
+    """Forget all requests, and tell the core behind all outputs of earlier steps."""
+    runner.reset()
+    drain.put(Saying(Reply.RESET))
 
 
 def receive_masks(
@@ -288,7 +348,8 @@ def receive_masks(
     """Return the masks of the step that is being launched.
 
     They cannot come before the output of the step before has left. Calls that come before them are
-    added to `calls`: they are answered after the step.
+    added to `calls`: they are answered after the step. Raises StepAbandonedError if the core takes
+    the step back, because the step before it has failed.
     """
     while True:
         message = steps.receive()
@@ -296,6 +357,8 @@ def receive_masks(
             wait_for_step(runner, steps, drain)
         elif message[0] == Order.CALL:
             calls.append(decode_call(message[1]))
+        elif message[0] == Order.RESET:
+            raise StepAbandonedError
         else:
             if message[0] != Order.MASKS:
                 raise MessageLostError("the next step has come in the place of a step's masks")

@@ -339,6 +339,13 @@ class FakeRunner(StepOrder[_FakeStep]):
     def settle(self) -> None:
         """Do nothing: there are no other ranks."""
 
+    def reset(self) -> None:
+        """Forget all requests. The cache stays as it is."""
+        for rows in (self._tokens, self._blocks, self._drafts):
+            for row in rows:
+                row.clear()
+        self._masks.forced.clear()
+
     def memory_use(self, call: MemoryUse) -> CallResult:
         """Return zeros: the device has no weights, and its cache is a script's."""
         return {"weights": 0, "kv_cache": 0}

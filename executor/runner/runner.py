@@ -105,6 +105,15 @@ class WorkerArgs:
         return self.stage.is_last and self.rank_in_stage == 0
 
 
+class RowError(Exception):
+    """An exception in a step that one row is to blame for."""
+
+    def __init__(self, slot: int, error: Exception) -> None:
+        """Name the row by its slot."""
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.slot = slot
+
+
 class PendingOutput(abc.ABC):
     """A step that has been launched."""
 
@@ -160,6 +169,16 @@ class Runner(abc.ABC):
 
         receive_masks: waits for the masks of a step that awaits some. It is called when the model
         has been launched, since the masks depend on the step before.
+
+        After an exception other than an AssertionError, `reset` may make further steps possible.
+        Raises RowError where one row is to blame.
+        """
+
+    @abc.abstractmethod
+    def reset(self) -> None:
+        """Forget all requests, after an exception in a step; every request enters again.
+
+        Weights, KV cache and captured graphs stay. Raises what the device reports if it is broken.
         """
 
     @abc.abstractmethod

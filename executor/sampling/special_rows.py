@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.runner.input_batch import Apart, HostBatch
-from sidestep.executor.runner.runner import WorkerArgs
+from sidestep.executor.runner.runner import RowError, WorkerArgs
 from sidestep.executor.runner.transfer import to_device
 from sidestep.executor.sampling.grammar_masks import GrammarMasks
 from sidestep.executor.sampling.logit_bias import LogitBias
@@ -156,15 +156,26 @@ class SpecialRows:
             self._leave(slot)
             if controls.start < controls.stop:
                 tokens = step.new_token_ids[sent].copy()
-                self._enter(
-                    EnteringRequest(
-                        slot=slot,
-                        controls=decode_controls(step.new_controls[controls].tobytes()),
-                        prompt_token_ids=tokens[:num_prompt],
-                        output_token_ids=tokens[num_prompt:],
+                try:
+                    self._enter(
+                        EnteringRequest(
+                            slot=slot,
+                            controls=decode_controls(step.new_controls[controls].tobytes()),
+                            prompt_token_ids=tokens[:num_prompt],
+                            output_token_ids=tokens[num_prompt:],
+                        )
                     )
-                )
+                except (torch.OutOfMemoryError, MemoryError):
+                    raise  # the row is not to blame
+                except Exception as error:
+                    raise RowError(slot, error) from error
         self._count = int(self._known.sum())
+
+    def clear(self) -> None:
+        """Forget all requests, after an exception in a step."""
+        for slot in np.flatnonzero(self._known).tolist():
+            self._leave(slot)
+        self._count = 0
 
     def find(self, batch: HostBatch) -> Apart | None:
         """Return rows that sample in this step, but are not plain; None if there is none."""
@@ -218,12 +229,17 @@ class SpecialRows:
     def before_sampling(self, wide: Tensor, part: SpecialBatch) -> None:
         """Change logits, float32 [n, V], in place."""
         for processor, indices, slots in part.shares:
-            if indices is None:
-                processor.apply(wide, slots)
-                continue
-            own = wide.index_select(0, indices)
-            processor.apply(own, slots)
-            wide.index_copy_(0, indices, own)
+            own = wide if indices is None else wide.index_select(0, indices)
+            try:
+                processor.apply(own, slots)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise  # no row is to blame
+            except Exception as error:
+                if len(slots) == 1:
+                    raise RowError(slots[0], error) from error
+                raise
+            if indices is not None:
+                wide.index_copy_(0, indices, own)
 
     def after_sampling(
         self, logits: Tensor, token_ids: Tensor, part: SpecialBatch

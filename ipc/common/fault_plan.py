@@ -15,7 +15,7 @@ import msgspec
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.common.options import require
 
-FaultKind = Literal["die", "hang", "raise", "slow", "drop", "corrupt"]
+FaultKind = Literal["die", "hang", "raise", "oom", "slow", "drop", "corrupt"]
 FaultyMessage = Literal["step", "masks", "output"]
 
 
@@ -27,8 +27,9 @@ class Fault(
     kind: FaultKind
     """The fault itself.
 
-    'die' kills a process and 'hang' stops it for ever. 'raise' is an exception in a step, and
-    'slow' makes steps take longer. 'drop' and 'corrupt' lose or change a message.
+    'die' kills a process and 'hang' stops it for ever. 'raise' is an exception in a step, 'oom' one
+    for want of memory, and 'slow' makes steps take longer. 'drop' and 'corrupt' lose or change a
+    message.
     """
     at: int | None = None
     """The number of the step, from 0 on, at which it happens; for 'slow' the first such step. For
@@ -37,6 +38,8 @@ class Fault(
     """In place of `at`: it happens whenever the rank runs a row of a request that has this token
     among those of its prompt that were sent. Such a request is poison to every worker that runs
     it."""
+    named: bool = False
+    """Whether the exception of 'raise' names the row of the request with `for_token`."""
     rank: int = 0
     replica: int | None = None
     """None for every replica."""
@@ -58,6 +61,10 @@ class Fault(
             (not is_message or self.at is not None, "'drop' and 'corrupt' need 'at'"),
             (self.kind in ("die", "hang") or self.process == "worker", "cannot hit the core"),
             ((self.kind == "slow") == (self.seconds > 0), "'seconds' is for 'slow'"),
+            (
+                not self.named or (self.kind == "raise" and self.for_token is not None),
+                "'named' is for 'raise' with 'for_token'",
+            ),
         ):
             if not holds:
                 raise ValueError(f"{self.kind}: {problem}")

@@ -30,6 +30,8 @@ FORMS = [
     small_grammar(regex) for regex in ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 ]
 LENGTHS = st.integers(1, 9)
+BLAMED = "the engine cannot compute this request"
+"""Part of the error of a request whose row a failed step has named."""
 SPECULATIVE = st.one_of(
     st.none(),
     st.fixed_dictionaries(
@@ -291,6 +293,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.engine.num_in_flight:
             self.engine.take()
 
+    @rule(cause=st.sampled_from(["oom", "exception"]), named=st.sampled_from([None, None, 0, 1]))
+    def fail(self, cause: Literal["oom", "exception"], named: int | None) -> None:
+        """Lose all steps in flight; perhaps a row of the oldest is named."""
+        if self.engine.num_in_flight:
+            rows = self.engine.scheduler._plans[0].rows
+            self.engine.fail(cause, -1 if named is None else rows[named % len(rows)].slot)
+
     @rule(turns=st.integers(1, 12))
     def run_a_while(self, turns: int) -> None:
         for _ in range(turns):
@@ -344,6 +353,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 or handle not in self.alone
                 or len(prompt) + len(got) == self.engine.scheduler._max_model_len
             )
+        elif BLAMED in str(finish.error):
+            pass
         elif str(finish.reason) == "error":
             assert got == [] and (
                 handle not in self.alone or len(prompt) + 1 > self.engine.scheduler._max_model_len
@@ -354,6 +365,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.engine.tokens[handle] == []
         if finish is None:
             assert handle in self.aborted, f"search {handle} never ended"
+        elif BLAMED in str(finish.error):
+            pass
         elif str(finish.reason) == "error":
             assert finish.beams == []
         else:

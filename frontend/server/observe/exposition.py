@@ -63,6 +63,7 @@ _ENGINE = ("engine",)
 Stats = Mapping[int, Mapping[str, float]]
 """Number of a replica -> its statistics by name."""
 _IDLE_CAUSES = ("result", "schedule", "prepare")
+_RESET_CAUSES = ("oom", "exception")
 
 
 class Exposition:
@@ -132,6 +133,7 @@ class Exposition:
             },
             (*_ENGINE, "cause"),
         )
+        yield from self._of_soft_resets(engines)
         yield self._counter(
             "queue_wait_seconds",
             "Time that requests have waited, of all together, by what for.",
@@ -160,6 +162,24 @@ class Exposition:
                     stats[f"{kind}_step_s"],
                 )
         yield steps
+
+    def _of_soft_resets(self, engines: Stats) -> Iterator[Metric]:
+        yield self._gauge(
+            "max_step_tokens",
+            "Most tokens of a step: fewer for some time after a want of memory.",
+            {(str(engine),): stats["max_step_tokens"] for engine, stats in engines.items()},
+            _ENGINE,
+        )
+        yield self._counter(
+            "soft_resets",
+            "Steps that failed and were run again, by cause.",
+            {
+                (str(engine), cause): stats[f"soft_resets_{cause}"]
+                for engine, stats in engines.items()
+                for cause in _RESET_CAUSES
+            },
+            (*_ENGINE, "cause"),
+        )
 
     def _load_of_engines(self, engines: Stats, prefix: str) -> Iterator[Metric]:
         for name, (key, text) in _ENGINE_GAUGES.items():

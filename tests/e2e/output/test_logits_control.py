@@ -24,6 +24,7 @@ from sidestep import (
     LLM,
     EngineDeadError,
     EngineStartError,
+    RequestError,
     SamplingParams,
     ValidationError,
 )
@@ -253,22 +254,29 @@ def test_a_processor_of_the_users(options: dict[str, Any], random_model: RandomM
     assert run(path, prompts, params, logits_processors=[RAMP], **options) == expected
 
 
-@pytest.mark.parametrize(("stages", "name"), [(1, "worker 0"), (2, r"worker 1 \(stage 1\)")])
-def test_an_exception_in_a_processor_ends_the_engine_with_its_cause(
-    stages: int, name: str, model_folder: Path
+@pytest.mark.parametrize(
+    ("stages", "error", "cause"),
+    [
+        (1, RequestError, "the engine cannot compute this request: worker 0 failed: KeyError"),
+        (2, EngineDeadError, r"worker 1 \(stage 1\) failed: KeyError: 'step'"),
+    ],
+)
+def test_an_exception_in_a_processor_has_its_cause(
+    stages: int, error: type[Exception], cause: str, model_folder: Path
 ) -> None:
     """Raise in the last stage.
 
-    The stages before it then fail too, because it has gone.
+    With one rank the request ends alone. The stages before the last fail when it has gone.
     """
     wrong = SamplingParams(extra_args={TokenRamp.__name__: {"token": 3}})
-    with pytest.raises(EngineDeadError, match=f"^{name} failed: KeyError: 'step'"):
+    with pytest.raises(error, match=f"^{cause}"):
         run(
             write_model("llama-gqa", model_folder),
             [[1, 2]],
             [wrong],
             logits_processors=[RAMP],
             pipeline_parallel_size=stages,
+            restart_limit=0,
         )
 
 

@@ -6,12 +6,13 @@ The device gets its step before any output is sent, and the gauges are right.
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 import pytest
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.requests.request_checks import RequestChecks
-from sidestep.executor.base import Answered, Executor, WorkerReady
+from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.runner.fake import FakeRunner, expected_tokens
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, unpack_ids
 from sidestep.ipc.transport.records import unpack_requests, unpack_steps
@@ -27,7 +28,8 @@ class HandExecutor(Executor):
 
     def __init__(self) -> None:
         self.submitted: list[StepInput] = []
-        self.done: deque[StepOutput] = deque()
+        self.done: deque[StepOutput | StepFailed] = deque()
+        self.num_resets = 0
         self._running: deque[StepOutput] = deque()
         self.called: list[AnyCall] = []
         self.answered: list[Answered] = []
@@ -48,7 +50,17 @@ class HandExecutor(Executor):
     def finish_step(self) -> None:
         self.done.append(self._running.popleft())
 
-    def poll(self) -> StepOutput | None:
+    def fail_step(self, cause: Literal["oom", "exception"] = "exception", slot: int = -1) -> None:
+        """Let the oldest step in flight fail, and lose the ones behind it."""
+        failed = self._running[0].step_id
+        self._running.clear()
+        self.done.append(StepFailed(step_id=failed, cause=cause, text="worker 0 failed", slot=slot))
+
+    def reset(self) -> None:
+        self.runner.reset()
+        self.num_resets += 1
+
+    def poll(self) -> StepOutput | StepFailed | None:
         return self.done.popleft() if self.done else None
 
     def call(self, call: AnyCall) -> int:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
+import msgspec
 import numpy as np
 import pytest
 
-from sidestep.executor.base import Answered
+from sidestep.executor.base import Answered, StepFailed
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.processes.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Order, Reply, run_steps
@@ -68,30 +69,42 @@ class Core:
     def masks(self, masks: StepMasks) -> None:
         self._steps.send(masks.encode(), Order.MASKS)
 
+    def reset(self) -> None:
+        self._steps.send([], Order.RESET)
+
     def call(self, number: int, call: StartProfile | StopProfile | WakeUp) -> None:
         self._steps.send([encode(SentCall(number=number, call=call))], Order.CALL)
 
-    def hear(self) -> tuple[int, CallAnswer | int]:
-        """Return the kind of the next reply, with the answer or the step's number."""
-        assert self._replies.wait(5)
+    def hear(self) -> tuple[int, CallAnswer | StepFailed | int]:
+        """Return the kind of the next reply, with the answer, the report or the step's number."""
+        assert self._replies.wait(30)
         message = self._replies.receive()
         assert message is not None
         kind, data = message
         if kind == Reply.ANSWER:
             return kind, decode_answer(data)
+        if kind == Reply.STEP_FAILED:
+            return kind, msgspec.msgpack.decode(data, type=StepFailed)
+        if kind == Reply.RESET:
+            return kind, -1
         return kind, StepOutput.decode(data).step_id
 
 
 @contextmanager
-def worker(runner: FakeRunner, *, answers: bool = True) -> Iterator[Core]:
-    """Run a worker's loop in a thread, and yield the core's side."""
+def worker(runner: FakeRunner, *, answers: bool = True, resets: bool = False) -> Iterator[Core]:
+    """Run a worker's loop in a thread, and yield the core's side.
+
+    The loop may end because the core has gone, or by an exception that it does not survive.
+    """
     steps, replies = create_ring(1), create_ring(1)
     ended: list[BaseException] = []
 
     def run() -> None:
         try:
-            run_steps(runner, RingReader(steps, 0), RingWriter(replies), answers=answers)
-        except RingClosed as closed:
+            run_steps(
+                runner, RingReader(steps, 0), RingWriter(replies), answers=answers, resets=resets
+            )
+        except (RingClosed, RuntimeError) as closed:
             ended.append(closed)
 
     thread = threading.Thread(target=run)
