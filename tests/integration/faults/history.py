@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from sidestep import BeamSearchOutput, EngineDeadError, RequestOutput
+from sidestep import BeamSearchOutput, EngineDeadError, RequestError, RequestOutput
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 from tests.integration.faults.asks import EOS, Ask, Reference
 
@@ -66,12 +66,18 @@ class History:
             self.ends[index] = beam.finish_reason
 
     def check(
-        self, reference: Reference, *, must_complete: bool, causes: Sequence[str]
+        self,
+        reference: Reference,
+        *,
+        must_complete: bool,
+        causes: Sequence[str],
+        may_blame: bool = False,
     ) -> list[str]:
         """Return what is wrong with the history.
 
         must_complete: whether the engine had to serve it to its end. causes: patterns, one of which
-        the error of a request matches that was not served.
+        the error of a request matches that was not served. may_blame: whether a worker may name it
+        as the cause of a failed step, so that it ends alone.
         """
         expected, problems = reference.choices(self.ask), list(self.problems)
         for index, tokens in self.tokens.items():
@@ -82,7 +88,9 @@ class History:
                     problems.append(f"choice {index} has other logprobs than its own")
         if self.has_left:
             return problems
-        if self.error is not None:
+        if may_blame and isinstance(self.error, RequestError):
+            problems += self._check_cause(causes)
+        elif self.error is not None:
             problems += self._check_error(must_complete, causes)
         elif sorted(self.ends) != list(range(len(expected))):
             problems.append(f"ended with choices {sorted(self.ends)} of {len(expected)}")
@@ -107,6 +115,10 @@ class History:
             return [f"was lost, though a replica could go on: {told}"]
         if not isinstance(self.error, EngineDeadError):
             return [f"ended with another error than the engine's death: {told}"]
+        return self._check_cause(causes)
+
+    def _check_cause(self, causes: Sequence[str]) -> list[str]:
+        told = f"{type(self.error).__name__}: {self.error}"
         if not any(re.search(cause, told) for cause in causes):
             return [f"ended with an error that names no cause of {list(causes)}: {told}"]
         return []

@@ -12,7 +12,7 @@ from sidestep.ipc.params.sampling_params import RequestOutputKind
 from tests.integration.faults.asks import Ask
 
 POISON = 270
-"""The token of a request that kills every worker that runs it. No other prompt has it."""
+"""The token of a request that harms every worker that runs it. No other prompt has it."""
 _FORMS = ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 
 
@@ -41,6 +41,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """Replicas of the engine."""
         return int(self.options["data_parallel_size"])
 
+    def may_blame(self, ask: Ask) -> bool:
+        """Whether a worker may name a request as the cause of a failed step."""
+        return POISON in ask.prompt and any(fault.named for fault in self.faults)
+
     @property
     def may_kill_twice(self) -> bool:
         """Whether the faults can kill a request's replica twice."""
@@ -65,6 +69,7 @@ def causes(fault: Fault) -> list[str]:
         "die": killed,
         "hang": killed,  # by the run, when the replica is seen to make no progress
         "raise": [rf"worker {fault.rank}\b.*the fault plan raises at step"],
+        "oom": [rf"worker {fault.rank}\b.*the fault plan has no memory at step"],
         "slow": [],
         "drop": ["has come in the place of", "came for step", *killed],
         "corrupt": ["is not as it was written"],
@@ -147,8 +152,10 @@ def make_faults(
     answering: the rank whose outputs the core takes. Only its hang is noticed at once.
     """
     if rng.random() < 0.15:
-        kind: FaultKind = rng.choice(["die", "raise"])
-        return [Fault(kind=kind, for_token=POISON, rank=rng.randrange(num_ranks))]
+        kind: FaultKind = rng.choice(["die", "raise", "raise"])
+        named = kind == "raise" and rng.random() < 0.5
+        rank = rng.randrange(num_ranks)
+        return [Fault(kind=kind, for_token=POISON, rank=rank, named=named)]
     victim = rng.randrange(num_replicas)
     victims = [victim, 1 - victim] if num_replicas == 2 and rng.random() < 0.2 else [victim]
     faults = [_make_fault(rng, victim, num_ranks, answering) for victim in victims]
@@ -161,7 +168,9 @@ def make_faults(
 
 def _make_fault(rng: random.Random, replica: int, num_ranks: int, answering: int) -> Fault:
     at, rank = rng.choice([0, 1, rng.randint(2, 12), rng.randint(2, 60)]), rng.randrange(num_ranks)
-    kind: FaultKind = rng.choice(["die", "die", "raise", "hang", "slow", "drop", "corrupt"])
+    kind: FaultKind = rng.choice(
+        ["die", "die", "raise", "raise", "oom", "hang", "slow", "drop", "corrupt"]
+    )
     if kind in ("die", "hang"):
         process: Literal["worker", "core"] = rng.choice(["worker", "worker", "core"])
         rank = answering if kind == "hang" else rank

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError
+from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError, RequestError
 from sidestep.ipc.common.fault_plan import Fault
 from tests.integration.faults.asks import Ask, Reference
 from tests.integration.faults.history import History
@@ -98,7 +98,10 @@ class Run:
                 and "it is the second that has died with this request" in str(history.error)
             )
             for problem in history.check(
-                self._reference, must_complete=must_complete, causes=named
+                self._reference,
+                must_complete=must_complete,
+                causes=named,
+                may_blame=self._plan.may_blame(history.ask),
             ):
                 self._problems.append(f"request {index}: {problem}")
 
@@ -145,6 +148,8 @@ class Run:
                 history.has_left = True
             else:
                 history.error = error
+        except RequestError as error:
+            history.error = error
         finally:
             self._begun[index].set()
 
