@@ -41,11 +41,13 @@ def failure_of(error: Exception, step_id: int) -> StepFailed | None:
         causes.append(causes[-1].__cause__)
     if any(map(_is_fatal, causes)):
         return None
+    is_oom = any(map(_is_out_of_memory, causes))
     return StepFailed(
         step_id=step_id,
-        cause="oom" if any(map(_is_out_of_memory, causes)) else "exception",
+        cause="oom" if is_oom else "exception",
         text=failure_text(),
-        slot=error.slot if isinstance(error, RowError) else -1,
+        # A row that finds no memory is not to blame for the want of it.
+        slot=error.slot if isinstance(error, RowError) and not is_oom else -1,
     )
 
 

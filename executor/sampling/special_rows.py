@@ -165,8 +165,6 @@ class SpecialRows:
                             output_token_ids=tokens[num_prompt:],
                         )
                     )
-                except (torch.OutOfMemoryError, MemoryError):
-                    raise  # the row is not to blame
                 except Exception as error:
                     raise RowError(slot, error) from error
         self._count = int(self._known.sum())
@@ -232,8 +230,6 @@ class SpecialRows:
             own = wide if indices is None else wide.index_select(0, indices)
             try:
                 processor.apply(own, slots)
-            except (torch.OutOfMemoryError, MemoryError):
-                raise  # no row is to blame
             except Exception as error:
                 if len(slots) == 1:
                     raise RowError(slots[0], error) from error

@@ -168,8 +168,12 @@ def report(error: Exception) -> StepFailed | None:
     ],
 )
 def test_a_want_of_memory_is_its_own_cause(error: Exception) -> None:
-    failed = report(error)
-    assert failed is not None and failed.cause == "oom" and failed.slot == -1
+    try:
+        raise RowError(4, error) from error
+    except RowError as named:
+        for failed in (report(error), failure_of(named, 7)):
+            assert failed is not None and failed.cause == "oom"
+            assert failed.slot == -1, "the row is not to blame"
 
 
 def test_a_report_names_the_row_and_begins_with_the_exception() -> None:
