@@ -63,6 +63,8 @@ class EngineCore:
             clock,
         )
         self._answers: list[tuple[int, Answer | WorkersChanged]] = []
+        self._made: list[tuple[int, Outputs]] = []
+        """The outputs of the turn so far."""
 
     def __repr__(self) -> str:
         return f"EngineCore({self.scheduler!r}, in_flight={self._in_flight})"
@@ -133,7 +135,7 @@ class EngineCore:
 
         After a turn nothing can be done until a frontend, a worker or a deadline calls.
         """
-        outputs: list[tuple[int, Outputs]] = []
+        outputs = self._made = list[tuple[int, Outputs]]()
         # 1. Take the tokens of the steps that have come back, and the answers to calls.
         while (output := self.executor.poll()) is not None:
             if isinstance(output, StepFailed):
@@ -179,6 +181,17 @@ class EngineCore:
         self.recorder.taken_back(failed.step_id)
         self._in_flight = 0
 
+    def take_started(self) -> list[tuple[int, Outputs]]:
+        """Return which requests have begun, by client, where `step` has raised before it said it.
+
+        A frontend must know them: they may be the cause.
+        """
+        return [
+            (client, Outputs(handles=b"", token_ids=b"", started=outputs.started))
+            for client, outputs in [*self._made, *self.scheduler.take_outputs().items()]
+            if outputs.started
+        ]
+
     def take_answers(self) -> list[tuple[int, Answer | WorkersChanged]]:
         """Return the answers to calls to the workers, and news of what they changed, by client."""
         answers, self._answers = self._answers, []
@@ -216,6 +229,8 @@ class EngineCore:
     def _answer(self, call: Call) -> Answer:
         if call.method == "ping":
             result = {"seconds_since_progress": self.seconds_since_progress()}
+        elif call.method == "idle":
+            result = {"idle": float(not (self._in_flight or self.scheduler.has_unfinished))}
         elif call.method == "stats":
             result = self.scheduler.stats() | self.recorder.stats() | self._resets.stats()
             result["num_waiting"] += self.calls.num_held

@@ -143,10 +143,16 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
                 if answer is not None:
                     channel.send(message.client, answer)
         # 2. Take what came back, keep the pipeline full, send the tokens on.
-        for client, outputs in core.step():
+        try:
+            made = core.step()
+        except BaseException:
+            for client, begun in core.take_started():
+                channel.send(client, begun)
+            raise
+        for client, outputs in made:
             channel.send(client, outputs)
-        for client, made in core.take_answers():
-            channel.send(client, made)
+        for client, answered in core.take_answers():
+            channel.send(client, answered)
         # 3. Wait for a frontend, a worker, a grammar or a deadline. With steps in flight, first
         #    poll for a while without sleeping.
         if not (core.in_flight and _look(poll)):
