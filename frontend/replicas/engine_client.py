@@ -59,6 +59,8 @@ class Death(NamedTuple):
     origin: Origin = "core"
     is_final: bool = False
     """Whether starting it again would be useless."""
+    is_told: bool = False
+    """Whether the core itself has told it, after all that had begun."""
 
 
 class Channel(Protocol):
@@ -311,6 +313,13 @@ class EngineClient:
         """
         return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="ping"))
 
+    def ask_idle(self) -> asyncio.Future[Answer]:
+        """Ask whether the core has no request and no step, without waiting.
+
+        The answer comes behind all tokens of the requests that were aborted before.
+        """
+        return self._call(lambda call_id: Call(client=self.client, call_id=call_id, method="idle"))
+
     def _call(self, make: Callable[[int], Call | Connect]) -> asyncio.Future[Answer]:
         return self._expect(make(next(self._call_ids)))
 
@@ -359,7 +368,7 @@ class EngineClient:
                 if self._on_workers is not None:
                     self._on_workers(message)
             elif isinstance(message, Dead):
-                self._die(message.cause, message.origin, message.is_final)
+                self._die(message.cause, message.origin, message.is_final, is_told=True)
             elif isinstance(message, Broken):
                 self._break_off(message.cause)
 
@@ -403,9 +412,12 @@ class EngineClient:
         self._on_readable()  # its last messages have more details than its exit status
         self._die(cause, "core")
 
-    def _die(self, cause: str, origin: Origin, is_final: bool = False) -> None:
+    def _die(
+        self, cause: str, origin: Origin, is_final: bool = False, is_told: bool = False
+    ) -> None:
         if self._dead_error is not None or self._closed:
             return
         self._dead_error = EngineDeadError(cause)
         self.fail_calls(self._dead_error)
-        self._on_death(Death(cause, origin if self._has_served else "start", is_final))
+        origin = origin if self._has_served else "start"
+        self._on_death(Death(cause, origin, is_final, is_told))

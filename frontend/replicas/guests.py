@@ -7,26 +7,44 @@ seat there: the core is asked to connect to a new address, at which the guest th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from sidestep.ipc.common.errors import SidestepError
 from sidestep.ipc.processes.core_args import ClientAddress, Seat
 from sidestep.ipc.transport.channels import new_address, remove_address
-from sidestep.ipc.transport.owner_line import Back, Down, Lost, News, OwnerEnd
+from sidestep.ipc.transport.owner_line import Back, Down, Lost, News, OwnerEnd, Reports
 
 logger = logging.getLogger(__name__)
+
+
+class Listener(Protocol):
+    """Hears of guests, each by its number."""
+
+    def joined(self, guest: int) -> None:
+        """Take note of a guest that has joined."""
+
+    def take_report(self, guest: int, report: Reports) -> None:
+        """Take a report of a guest."""
+
+    def left(self, guest: int) -> None:
+        """Take note that a guest has left."""
 
 
 @dataclass(eq=False)
 class _Guest:
     """A frontend that has been invited."""
 
+    number: int
     end: OwnerEnd
     seats: set[int]
     """The replicas at which it has a seat, or will have one that the core has been asked for."""
+    attends: bool = False
+    """Whether it has reported: its event loop has run."""
     given: dict[int, ClientAddress] = field(default_factory=dict)
     """By replica: the address of a seat that it got on the line."""
 
@@ -49,7 +67,9 @@ class Guests:
         self._connect = connect
         self._alive = alive
         self._dead = dead
+        self.listener: Listener | None = None
         self._guests: list[_Guest] = []
+        self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -68,27 +88,41 @@ class Guests:
         seats: the replicas at which its invitation has seats.
         """
         assert self._loop is not None, "attach() comes first"
-        guest = _Guest(OwnerEnd(), set(seats))
+        guest = _Guest(next(self._numbers), OwnerEnd(), set(seats))
         self._guests.append(guest)
         self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
         return guest.end.path
 
     def down(self, replica: int, cause: str) -> None:
         """Tell all that a replica has died and is being started again."""
-        for guest in self._guests.copy():
-            self._forget_seat(guest, replica)
-            self._tell(guest, Down(replica, cause))
+        self._forget_seats(replica)
+        self.tell_all(Down(replica, cause))
 
     def lost(self, replica: int, cause: str) -> None:
         """Tell all that a replica stays dead."""
+        self._forget_seats(replica)
+        self.tell_all(Lost(replica, cause))
+
+    def tell_all(self, news: News) -> None:
+        """Send all guests news."""
         for guest in self._guests.copy():
-            self._forget_seat(guest, replica)
-            self._tell(guest, Lost(replica, cause))
+            self._tell(guest, news)
 
     def back(self, replica: int) -> None:
         """Give all a seat at a replica that serves again."""
         for guest in self._guests:
             self._give_seat(guest, replica)
+
+    @property
+    def attending(self) -> list[int]:
+        """The numbers of the guests that have reported once: they read their lines."""
+        return [guest.number for guest in self._guests if guest.attends]
+
+    def tell(self, guest: int, news: News) -> None:
+        """Send one guest news."""
+        for each in self._guests.copy():
+            if each.number == guest:
+                self._tell(each, news)
 
     def close(self) -> None:
         """End all lines. May be called twice."""
@@ -101,7 +135,11 @@ class Guests:
     def _on_readable(self, guest: _Guest) -> None:
         assert self._loop is not None
         if guest.end.is_connected:
-            if guest.end.has_ended():
+            for report in guest.end.receive():
+                guest.attends = True
+                if self.listener is not None:
+                    self.listener.take_report(guest.number, report)
+            if not guest.end.is_open:
                 self._leave(guest)
             return
         self._loop.remove_reader(guest.end.fileno())
@@ -115,6 +153,8 @@ class Guests:
         # Tell it what has happened since it was invited.
         for replica, cause in self._dead().items():
             self._tell(guest, Lost(replica, cause))
+        if self.listener is not None:
+            self.listener.joined(guest.number)
         for replica in self._alive():
             self._give_seat(guest, replica)
 
@@ -132,10 +172,11 @@ class Guests:
             if guest.given.get(replica) is address:
                 self._tell(guest, Back(Seat(replica, number, address)))
 
-    def _forget_seat(self, guest: _Guest, replica: int) -> None:
-        guest.seats.discard(replica)
-        if (address := guest.given.pop(replica, None)) is not None:
-            remove_address(address)
+    def _forget_seats(self, replica: int) -> None:
+        for guest in self._guests:
+            guest.seats.discard(replica)
+            if (address := guest.given.pop(replica, None)) is not None:
+                remove_address(address)
 
     def _tell(self, guest: _Guest, news: News) -> None:
         if guest.end.is_connected and not guest.end.tell(news):
@@ -147,6 +188,8 @@ class Guests:
             self._loop.remove_reader(guest.end.fileno())
             self._guests.remove(guest)
             self._drop(guest)
+            if self.listener is not None:
+                self.listener.left(guest.number)
 
     def _drop(self, guest: _Guest) -> None:
         guest.end.close()

@@ -17,5 +17,9 @@ class RecoveryCounts:
     engine counts none."""
     replayed: int = 0
     """Requests that were sent to a replica again, after the death of the one that had them."""
+    blamed: int = 0
+    """Requests that ended because they ran alone at a death in probation."""
+    suspects: int = 0
+    """Requests that run in probation now, or wait for their turn."""
     pause_s: float = 0.0
     """Seconds that requests have waited for a replica to serve again, all together."""

@@ -7,8 +7,8 @@ When a replica dies, its last messages are read first, and it begins to be start
 supervisor.py). Each of its requests goes to another replica, with the tokens that it has produced
 (dispatcher.py). It enters there as a preempted request enters again, so its reader sees a pause and
 the same tokens. Where no replica serves, requests wait for the first that does, and so do new ones.
-After a death, every message of the dead core is ignored. A request that was running at two deaths
-ends with the error instead. It may be the cause of the deaths, and must not end all replicas.
+After a death, every message of the dead core is ignored. A request that had begun may be the cause
+of the death, and must not end all replicas: it runs again in probation (probation/probation.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.dispatcher import Dispatcher
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.guests import Guests
+from sidestep.frontend.replicas.probation.branch import Branch
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.replicas.stall_watch import StallWatch
@@ -41,10 +42,11 @@ from sidestep.ipc.processes.forking import Home
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
+    Answer,
     Outputs,
     Ready,
 )
-from sidestep.ipc.transport.owner_line import GuestEnd
+from sidestep.ipc.transport.owner_line import Blamed, Claimed, GuestEnd, Parked, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class ReplicaSet(CoreQuestions):
             if line is None
             else GuestSupervisor(config, self, line)
         )
+        self._branch = self._guests.listener = Branch(self._supervisor, self._guests)
         self.counts = RecoveryCounts()
         self._error: EngineDeadError | None = None
         self._dispatcher: Dispatcher | None = None
@@ -169,8 +172,15 @@ class ReplicaSet(CoreQuestions):
             raise failed[0] if failed else EngineStartError(str(self._all_dead()))
         self._alive = sorted(self._ready)
         self._dispatcher = Dispatcher(
-            self._make_router(), self._clients, self._outputs, self.counts
+            self._make_router(),
+            self._clients,
+            self._outputs,
+            self.counts,
+            {replica: ready.num_kv_blocks for replica, ready in self._ready.items()},
+            self._branch.own_passed,
         )
+        self._branch.begin(self._dispatcher)
+        self._supervisor.serves(self._alive)
 
     def _not_there(self, replica: int, cause: str) -> None:
         """Note that a replica does not serve this frontend, which has just joined."""
@@ -360,6 +370,7 @@ class ReplicaSet(CoreQuestions):
             self._watch.told_tokens(replica)
         self._requests.take(outputs)
         self._outputs.handle(outputs, more)
+        self._requests.look()
 
     def _on_ready(self, replica: int, ready: Ready) -> None:
         """Use a replica that serves again; its cache is empty."""
@@ -371,13 +382,13 @@ class ReplicaSet(CoreQuestions):
             return
         del self._restarting[replica]
         self._alive = sorted((*self._alive, replica))
-        self._requests.router.back(replica, ready.num_kv_blocks)
         logger.warning(self.named(replica, "the engine serves again"))
         self._tell_watchers()
-        self._requests.go_on()
+        self._requests.serves(replica, ready.num_kv_blocks)
         if self._loop is not None:
             self._watch.wake(self._loop)
         self._guests.back(replica)
+        self._supervisor.serves([replica])
 
     def replace_client(self, replica: int, channel: Channel, client: int) -> EngineClient:
         """Give a replica that comes back a client for its new core, and retire the old one."""
@@ -401,7 +412,7 @@ class ReplicaSet(CoreQuestions):
         if replica in self._alive:
             self._alive.remove(replica)
             self._watch.forget(replica)
-            self._requests.router.dead(replica)
+            self._requests.lose(replica)
         self._restarting[replica] = death.cause
         cause = self._supervisor.restart(replica, death, self._ready.get(replica))
         if cause is not None:
@@ -410,7 +421,7 @@ class ReplicaSet(CoreQuestions):
         self.counts.restarts[death.origin] += not self._joins
         logger.error("%s; it is being started again", self.named(replica, death.cause))
         self._guests.down(replica, death.cause)
-        self._move_all(replica, death.cause)
+        self._move_all(replica, death, returns=True)
 
     def lost(self, replica: int, cause: str, death: Death | None = None) -> None:
         """Do without a replica that stays dead."""
@@ -428,16 +439,32 @@ class ReplicaSet(CoreQuestions):
             self._die()
             return
         logger.error("%s; its requests go on elsewhere", self.named(replica, cause))
-        self._move_all(replica, cause)
+        self._move_all(replica, death or Death(cause), returns=False)
 
     def owner_has_ended(self) -> None:
         """Do without the replicas that would have been started again."""
         for replica, cause in list(self._restarting.items()):
             self.lost(replica, cause)
-
-    def _move_all(self, replica: int, cause: str) -> None:
         if self._dispatcher is not None:
-            self._dispatcher.move(replica, EngineDeadError(self.named(replica, cause)))
+            self._dispatcher.release()
+
+    def _move_all(self, replica: int, death: Death, *, returns: bool) -> None:
+        if self._dispatcher is not None:
+            holds = self._supervisor.has_judge(death)
+            self._dispatcher.move(replica, holds=holds, has_told=death.is_told)
+            self._supervisor.moved(replica, self.named(replica, death.cause), returns=returns)
+
+    def may_hear_of(self, replica: int) -> bool:
+        """Return whether messages of a replica may still come."""
+        return replica in self._alive
+
+    def take_decision(self, decision: Claimed | Turn | Parked | Blamed) -> None:
+        """Carry out a decision about suspects, here and at the guests."""
+        self._branch.take(decision)
+
+    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
+        """Ask a replica whether it has nothing to do."""
+        return self._clients[replica].ask_idle()
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""

@@ -35,6 +35,16 @@ class RestartBudget:
         self._totals[replica] += 1
         return BACKOFF_S[min(len(recent), len(BACKOFF_S)) - 1]
 
+    def take_free(self, replica: int) -> float | None:
+        """Count a start that the budget need not allow, and return the seconds to wait before it.
+
+        Return None if no replica is ever started again.
+        """
+        if not self._limit:
+            return None
+        self._totals[replica] += 1
+        return 0.0
+
     def total(self, replica: int) -> int:
         """Return the number of times that a replica has been started again."""
         return self._totals[replica]

@@ -10,6 +10,8 @@ from sidestep.ipc.transport.messages import AddRequest
 
 NOWHERE = -1
 """Number that stands for a replica in a request that no replica has."""
+HELD = -2
+"""Number that stands for a replica in a suspect that waits for its turn in probation."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,13 +21,22 @@ class Sent:
     message: AddRequest
     live: set[int]
     """Handles of its choices that have not ended."""
+    first: int
+    """Handle of the first choice of the request as it came, before its choices were parted."""
     replica: int = NOWHERE
     has_run: bool = False
     """Whether the replica has begun to compute it."""
-    num_deaths: int = 0
-    """Number of deaths of its replicas while it ran on them."""
+    is_routed: bool = False
+    """Whether the router has chosen its replica, and counts it there."""
+    is_leaving: bool = False
+    """Whether it has been aborted at its replica, to go on elsewhere."""
     since: float = field(default_factory=time.monotonic)
     """time.monotonic() from which on it waits for a replica, if it does."""
+
+    def wait(self, place: int) -> None:
+        """Let it wait for a replica: NOWHERE, or HELD."""
+        self.replica, self.since = place, time.monotonic()
+        self.has_run = self.is_routed = self.is_leaving = False
 
 
 class SentRequests:
@@ -55,11 +66,19 @@ class SentRequests:
 
     def take(self, replica: int) -> list[Sent]:
         """Remove the requests of a replica, or of none (NOWHERE), and return them in order."""
-        taken = {id(sent): sent for sent in self._each(replica)}
-        for sent in taken.values():
+        taken = self.at(replica)
+        for sent in taken:
             for handle in sent.live:
                 del self._by_handle[handle]
-        return list(taken.values())
+        return taken
+
+    def at(self, replica: int) -> list[Sent]:
+        """Return the requests of a replica, or of none, in order."""
+        return list({id(sent): sent for sent in self._each(replica)}.values())
+
+    def handles_of(self, first: int) -> list[int]:
+        """Return the handles of the choices of a request, wherever they are."""
+        return [handle for handle, sent in self._by_handle.items() if sent.first == first]
 
     def _each(self, replica: int) -> Iterator[Sent]:
         return (sent for sent in self._by_handle.values() if sent.replica == replica)
@@ -67,7 +86,7 @@ class SentRequests:
     @property
     def busy(self) -> set[int]:
         """The replicas that have requests."""
-        return {sent.replica for sent in self._by_handle.values()} - {NOWHERE}
+        return {sent.replica for sent in self._by_handle.values()} - {NOWHERE, HELD}
 
     def clear(self) -> None:
         """Remove all."""

@@ -1,6 +1,7 @@
 """The return of replicas that have died: the frontend that owns the engine starts them again.
 
 A frontend that has joined the engine starts nothing. It waits for the owner's news on its line.
+The owner also decides which suspects of a death run when (probation/judge.py).
 """
 
 from __future__ import annotations
@@ -9,21 +10,39 @@ import abc
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import msgspec
 
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
+from sidestep.frontend.replicas.probation.judge import Judge
 from sidestep.frontend.replicas.restart_budget import RestartBudget
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import OWNER, Seat, StartAgain
 from sidestep.ipc.transport.channels import FrontendChannel
-from sidestep.ipc.transport.messages import Ready, WorkersChanged
-from sidestep.ipc.transport.owner_line import Back, Down, GuestEnd
+from sidestep.ipc.transport.messages import Answer, Ready, WorkersChanged
+from sidestep.ipc.transport.owner_line import (
+    Back,
+    Blamed,
+    Claimed,
+    Down,
+    GuestEnd,
+    Lost,
+    News,
+    Parked,
+    Passed,
+    Path,
+    Suspected,
+    Turn,
+)
 
 logger = logging.getLogger(__name__)
+
+_END_S = 5.0
+"""Seconds for the last messages of a core whose death the owner has told."""
 
 
 class Host(Protocol):
@@ -44,6 +63,15 @@ class Host(Protocol):
     def owner_has_ended(self) -> None:
         """Take note that no replica will come back."""
 
+    def may_hear_of(self, replica: int) -> bool:
+        """Return whether messages of a replica may still come."""
+
+    def take_decision(self, decision: Claimed | Turn | Parked | Blamed) -> None:
+        """Carry out a decision about suspects, here and at the guests."""
+
+    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
+        """Ask a replica whether it has nothing to do."""
+
 
 class Supervisor(abc.ABC):
     """The part of a frontend that brings replicas back."""
@@ -55,6 +83,29 @@ class Supervisor(abc.ABC):
         last: what it said when it began to serve. Return None if it is coming back, else the cause
         for which it stays dead.
         """
+
+    @abc.abstractmethod
+    def has_judge(self, death: Death) -> bool:
+        """Return whether suspects of a death will get their turns."""
+
+    @abc.abstractmethod
+    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+        """Take note that the requests of a replica that has died have moved, or are held.
+
+        returns: whether the replica is being started again.
+        """
+
+    @abc.abstractmethod
+    def serves(self, replicas: Iterable[int]) -> None:
+        """Take note of replicas that serve."""
+
+    @abc.abstractmethod
+    def report(self, number: int, suspects: list[tuple[int, Path]]) -> None:
+        """Report the suspects of this frontend and its guests, in answer to a claim."""
+
+    @abc.abstractmethod
+    def passed(self, suspects: list[Path]) -> None:
+        """Report suspects that have passed."""
 
     @abc.abstractmethod
     def take_news(self) -> None:
@@ -91,6 +142,7 @@ class OwnSupervisor(Supervisor):
         self._host = host
         self._budget = RestartBudget(config.frontend.restart_limit)
         self._open_channel = open_channel
+        self._judge = Judge(host.take_decision, host.ask_idle)
         self._asleep: set[int] = set()
         self._weights: str | None = None
         """Folder of the weights that the engine uses now, if they are not those of its start."""
@@ -103,7 +155,8 @@ class OwnSupervisor(Supervisor):
             return death.cause
         if replica in self._asleep:
             return f"{death.cause}; it slept, and what sleeps is not started again"
-        delay_s = self._budget.take(replica)
+        is_free = self._judge.is_free(replica)
+        delay_s = self._budget.take_free(replica) if is_free else self._budget.take(replica)
         if delay_s is None:
             return death.cause + self._budget.spent(replica)
         pids = () if last is None else (last.core_pid, *last.worker_pids)
@@ -116,6 +169,27 @@ class OwnSupervisor(Supervisor):
         self._started_with[replica] = self._weights
         self._host.attach_client(replica)
         return None
+
+    def has_judge(self, death: Death) -> bool:
+        """Return True: this frontend decides."""
+        return True
+
+    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+        """Let the suspects run in probation."""
+        self._judge.died(replica, cause, returns=returns)
+
+    def serves(self, replicas: Iterable[int]) -> None:
+        """Let suspects run there, if it is their turn."""
+        for replica in replicas:
+            self._judge.serves(replica)
+
+    def report(self, number: int, suspects: list[tuple[int, Path]]) -> None:
+        """Take the suspects of all frontends."""
+        self._judge.report(number, suspects)
+
+    def passed(self, suspects: list[Path]) -> None:
+        """Take what has passed at all frontends."""
+        self._judge.passed(suspects)
 
     def take_news(self) -> None:
         """Do nothing: this is the owner."""
@@ -135,7 +209,8 @@ class OwnSupervisor(Supervisor):
         return "its weights have been replaced while it started"
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do nothing: nobody tells the owner."""
+        """Ask again what has been asked in another event loop."""
+        self._judge.attach()
 
     def close(self) -> None:
         """Do nothing: the clients end the cores."""
@@ -150,6 +225,8 @@ class GuestSupervisor(Supervisor):
         self._line = line
         self._is_possible = config.frontend.restart_limit > 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._news: deque[News] = deque()
+        self._timer: asyncio.TimerHandle | None = None
 
     def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
         """Wait for the owner, unless it has ended."""
@@ -170,20 +247,72 @@ class GuestSupervisor(Supervisor):
         self._loop = loop
         if self._line.is_open:
             loop.add_reader(self._line.fileno(), self.take_news)
+            self._line.tell(Passed([]))  # from now on it answers claims
+
+    def has_judge(self, death: Death) -> bool:
+        """Return whether the owner lives and knows of the death."""
+        return self._line.is_open and death.origin != "message"
+
+    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+        """Go on with the owner's news, which may have waited for this."""
+        if self._news and self._loop is not None:
+            self._loop.call_soon(self._use_news)
+
+    def serves(self, replicas: Iterable[int]) -> None:
+        """Do nothing: the owner knows."""
+
+    def report(self, number: int, suspects: list[tuple[int, Path]]) -> None:
+        """Tell the owner."""
+        self._line.tell(Suspected(number, suspects))
+
+    def passed(self, suspects: list[Path]) -> None:
+        """Tell the owner."""
+        self._line.tell(Passed(suspects))
 
     def take_news(self) -> None:
         """Take the news that have come."""
         was_open = self._line.is_open
-        for news in self._line.receive():
-            if isinstance(news, Down):
-                self._host.died(news.replica, Death(news.cause))
-            elif isinstance(news, Back):
-                self._take_seat(news.seat)
-            else:
-                self._host.lost(news.replica, news.cause)
+        self._news += self._line.receive()
+        self._use_news()
         if was_open and not self._line.is_open:
             self.close()
             self._host.owner_has_ended()
+
+    def _use_news(self) -> None:
+        """Use the news in order.
+
+        A death waits for the last messages of the core, which say what had begun there.
+        """
+        while self._news:
+            news = self._news[0]
+            if isinstance(news, Down | Lost) and self._waits(news):
+                return
+            self._news.popleft()
+            self._use(news)
+
+    def _use(self, news: News) -> None:
+        if isinstance(news, Down):
+            self._host.died(news.replica, Death(news.cause))
+        elif isinstance(news, Lost):
+            self._host.lost(news.replica, news.cause)
+        elif isinstance(news, Back):
+            self._take_seat(news.seat)
+        else:
+            self._host.take_decision(news)
+
+    def _waits(self, news: Down | Lost) -> bool:
+        """Return whether the core that has died may still have a message here, for a while."""
+        if self._loop is None or not self._line.is_open or not self._host.may_hear_of(news.replica):
+            return False
+        if self._timer is None:
+            self._timer = self._loop.call_later(_END_S, self._end, news)
+        return True
+
+    def _end(self, news: Down | Lost) -> None:
+        self._timer = None
+        if self._news and self._news[0] is news:
+            self._use(self._news.popleft())
+        self._use_news()
 
     def _take_seat(self, seat: Seat) -> None:
         self._host.died(seat.replica, Death("the engine core has ended"))
@@ -198,6 +327,8 @@ class GuestSupervisor(Supervisor):
         """Leave the engine."""
         if self._loop is not None and not self._loop.is_closed() and self._line.fileno() >= 0:
             self._loop.remove_reader(self._line.fileno())
+        if self._timer is not None:
+            self._timer.cancel()
         self._line.close()
 
 

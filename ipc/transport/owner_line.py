@@ -1,8 +1,9 @@
 """The line from the process that started an engine to each frontend that has joined it.
 
 It is a stream socket, and outlives the cores. The owner of the engine tells its guests of replicas
-that have died, that serve again, and that stay dead; a guest tells nothing. Each end sees the other
-one's end, however that comes. The socket has a name only until the guest has connected.
+that have died, that serve again, and that stay dead, and which suspects of a death may run. A guest
+tells which of its requests are suspects, and which have passed. Each end sees the other one's end,
+however that comes. The socket has a name only until the guest has connected.
 """
 
 from __future__ import annotations
@@ -40,8 +41,62 @@ class Lost(msgspec.Struct, tag=True, frozen=True):
     cause: str
 
 
-News = Down | Back | Lost
+Path = tuple[int, ...]
+"""The name of a suspect for a frontend: the numbers of the guests on the way to the suspect's own
+frontend, then the handle of its first choice there."""
+
+
+class Claimed(msgspec.Struct, tag=True, frozen=True):
+    """A replica is kept for suspects from now on, or none is. A guest answers with Suspected."""
+
+    number: int
+    replica: int | None
+    ends_turn: bool
+    """Whether suspects that had their turn and have not begun must wait for another one."""
+
+
+class Turn(msgspec.Struct, tag=True, frozen=True):
+    """These suspects may run on the replica that is kept for them."""
+
+    suspects: list[Path]
+
+
+class Parked(msgspec.Struct, tag=True, frozen=True):
+    """These requests have passed, and must leave the replica that is kept for suspects."""
+
+    suspects: list[Path]
+
+
+class Blamed(msgspec.Struct, tag=True, frozen=True):
+    """This suspect has run alone at a death, and ends."""
+
+    suspect: Path
+    cause: str
+
+
+News = Down | Back | Lost | Claimed | Turn | Parked | Blamed
 _decode = msgspec.json.Decoder(News).decode
+
+
+class Suspected(msgspec.Struct, tag=True, frozen=True):
+    """The requests that had begun at a death, each with its replica, since the last such report.
+
+    The guest has seen all deaths that came before the message that it answers.
+    """
+
+    number: int
+    """The number of the claim that it answers."""
+    suspects: list[tuple[int, Path]]
+
+
+class Passed(msgspec.Struct, tag=True, frozen=True):
+    """These requests are suspects no more: they have given tokens, or ended."""
+
+    suspects: list[Path]
+
+
+Reports = Suspected | Passed
+_decode_report = msgspec.json.Decoder(Reports).decode
 
 
 def line_path() -> str:
@@ -66,10 +121,12 @@ class OwnerEnd:
         self.is_connected = False
         """Whether the guest has come."""
         self.is_open = True
+        """Whether the guest may still come, or has not ended."""
+        self._data = b""
         keep_from_children(self)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on: for the guest, then for the guest's end."""
+        """Return the descriptor to wait on: for the guest, then for its reports and its end."""
         return self._socket.fileno()
 
     def accept(self) -> None:
@@ -84,19 +141,15 @@ class OwnerEnd:
     def tell(self, news: News) -> bool:
         """Send news, and return whether the guest can have them."""
         try:
-            data = msgspec.json.encode(news) + b"\n"
-            return self._socket.send(data) == len(data)
+            _send(self._socket, news)
         except OSError:
             return False
+        return True
 
-    def has_ended(self) -> bool:
-        """Return whether the guest has left."""
-        try:
-            return not self._socket.recv(4096)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
+    def receive(self) -> list[Reports]:
+        """Return the reports that have come. `is_open` is false once the guest has ended."""
+        lines, self._data, self.is_open = _read_lines(self._socket, self._data)
+        return [_decode_report(line) for line in lines]
 
     def close(self) -> None:
         """Close the line. May be called twice."""
@@ -134,17 +187,15 @@ class GuestEnd:
 
     def receive(self) -> list[News]:
         """Return the news that have come. `is_open` is false once the owner has ended."""
-        while self.is_open:
-            try:
-                part = self._socket.recv(1 << 16)
-            except BlockingIOError:
-                break
-            except OSError:
-                part = b""
-            self._data += part
-            self.is_open = bool(part)
-        *lines, self._data = self._data.split(b"\n")
+        if not self.is_open:
+            return []
+        lines, self._data, self.is_open = _read_lines(self._socket, self._data)
         return [_decode(line) for line in lines]
+
+    def tell(self, report: Reports) -> None:
+        """Send a report. Nothing happens once the owner has ended."""
+        with suppress(OSError):
+            _send(self._socket, report)
 
     def close(self) -> None:
         """Close the line. May be called twice."""
@@ -155,3 +206,30 @@ class GuestEnd:
     def leave_to_parent(self) -> None:
         """Close a forked process's copy."""
         self._socket.close()
+
+
+def _send(line: socket.socket, message: News | Reports) -> None:
+    """Send a message whole. Raises OSError when the other end does not read."""
+    data = msgspec.json.encode(message) + b"\n"
+    if line.send(data) != len(data):
+        line.close()  # half a message cannot be followed by another
+        raise OSError("the other end of the line does not read")
+
+
+def _read_lines(line: socket.socket, data: bytes) -> tuple[list[bytes], bytes, bool]:
+    """Return the lines that have come, the beginning of the next, and whether the line is open.
+
+    data: the beginning of the first line.
+    """
+    is_open = True
+    while is_open:
+        try:
+            part = line.recv(1 << 16)
+        except BlockingIOError:
+            break
+        except OSError:
+            part = b""
+        data += part
+        is_open = bool(part)
+    *lines, data = data.split(b"\n")
+    return lines, data, is_open

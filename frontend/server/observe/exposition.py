@@ -92,6 +92,7 @@ class Exposition:
                 [
                     *self._of_engines(engines, replicas),
                     *(self._for_pickers(engines, caches) if self._with_vllm else ()),
+                    *self._of_recovery(figures),
                     *self._of_server(figures),
                     *self._of_tenants(figures.tenants),
                 ]
@@ -242,6 +243,31 @@ class Exposition:
             _ENGINE,
         )
 
+    def _of_recovery(self, figures: Figures) -> Iterator[Metric]:
+        for name, text, count in (
+            (
+                "replayed_requests",
+                "Requests that went on after the death of the replica that had them.",
+                figures.num_replayed,
+            ),
+            (
+                "blamed_requests",
+                "Requests that ended as the cause of a replica's death.",
+                figures.num_blamed,
+            ),
+            (
+                "replay_pause_seconds",
+                "Time that requests have waited for a replica to serve again, all together.",
+                figures.replay_pause_s,
+            ),
+        ):
+            yield self._counter(name, text, {(): count})
+        yield self._gauge(
+            "probation_requests",
+            "Requests that run in probation after a replica's death, or wait for their turn.",
+            {(): figures.num_suspects},
+        )
+
     def _of_server(self, figures: Figures) -> Iterator[Metric]:
         for name, text, count in (
             (
@@ -263,16 +289,6 @@ class Exposition:
                 "frontend_tokens",
                 "Tokens that the server's processes have taken in, as they come.",
                 figures.tokens_received,
-            ),
-            (
-                "replayed_requests",
-                "Requests that went on after the death of the replica that had them.",
-                figures.num_replayed,
-            ),
-            (
-                "replay_pause_seconds",
-                "Time that requests have waited for a replica to serve again, all together.",
-                figures.replay_pause_s,
             ),
             ("frontend_cpu_seconds", "CPU time of the server's processes.", figures.cpu_seconds),
         ):

@@ -53,6 +53,10 @@ class Figures(msgspec.Struct):
     """Where a death began -> number of starts of replicas after such a death."""
     num_replayed: int = 0
     """Number of requests that were sent again after the death of a replica."""
+    num_blamed: int = 0
+    """Number of requests that ended as the cause of a replica's death."""
+    num_suspects: int = 0
+    """Number of requests that run in probation now, or wait for their turn."""
     replay_pause_s: float = 0.0
     """Seconds that requests have waited for a replica to serve again."""
     num_processes: int = 1
@@ -76,6 +80,8 @@ class Figures(msgspec.Struct):
         _add_counts(self.rejections, other.rejections)
         _add_counts(self.restarts, other.restarts)
         self.num_replayed += other.num_replayed
+        self.num_blamed += other.num_blamed
+        self.num_suspects += other.num_suspects
         self.replay_pause_s += other.replay_pause_s
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens

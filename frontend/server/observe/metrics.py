@@ -145,6 +145,8 @@ class ServerMetrics:
             tokens_received=tokens_received,
             restarts={str(origin): count for origin, count in recovery.restarts.items()},
             num_replayed=recovery.replayed,
+            num_blamed=recovery.blamed,
+            num_suspects=recovery.suspects,
             replay_pause_s=recovery.pause_s,
             cpu_seconds=time.process_time(),
             last_ttfts=self.last_ttfts.values(),

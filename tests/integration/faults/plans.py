@@ -111,10 +111,14 @@ def make_plan(seed: int) -> Plan:
         victim = rng.randrange(options["data_parallel_size"])
         faults.append(Fault(kind="die", at=rng.randint(0, 9), replica=victim, start=0))
     if any(fault.for_token == POISON for fault in faults):
-        index = rng.randrange(len(asks))
-        poisoned = msgspec.structs.replace(asks[index], prompt=[*asks[index].prompt, POISON])
-        asks[index] = poisoned
+        for index in rng.sample(range(len(asks)), rng.choice([1, 1, 2])):
+            asks[index] = poisoned(asks[index])
     return Plan(seed=seed, options=options, num_frontends=num_frontends, asks=asks, faults=faults)
+
+
+def poisoned(ask: Ask) -> Ask:
+    """Return a request that kills each worker that runs it, if the plan has such a fault."""
+    return msgspec.structs.replace(ask, prompt=[*ask.prompt, POISON])
 
 
 def make_ask(rng: random.Random, index: int, num_frontends: int) -> Ask:
@@ -147,15 +151,21 @@ def make_ask(rng: random.Random, index: int, num_frontends: int) -> Ask:
 def make_faults(
     rng: random.Random, num_replicas: int, num_ranks: int, answering: int
 ) -> list[Fault]:
-    """Return one fault or two: of one replica, of both, or a poison for all.
+    """Return one fault or two: of one replica, of both, or a poison for all, perhaps with others.
 
     answering: the rank whose outputs the core takes. Only its hang is noticed at once.
     """
-    if rng.random() < 0.15:
+    poisons = list[Fault]()
+    if rng.random() < 0.25:
         kind: FaultKind = rng.choice(["die", "raise", "raise"])
         named = kind == "raise" and rng.random() < 0.5
+        process: Literal["worker", "core"] = (
+            rng.choice(["worker", "worker", "core"]) if kind == "die" else "worker"
+        )
         rank = rng.randrange(num_ranks)
-        return [Fault(kind=kind, for_token=POISON, rank=rank, named=named)]
+        poisons.append(Fault(kind=kind, for_token=POISON, rank=rank, process=process, named=named))
+        if rng.random() < 0.6:
+            return poisons
     victim = rng.randrange(num_replicas)
     victims = [victim, 1 - victim] if num_replicas == 2 and rng.random() < 0.2 else [victim]
     faults = [_make_fault(rng, victim, num_ranks, answering) for victim in victims]
@@ -163,7 +173,7 @@ def make_faults(
         faults.append(
             Fault(kind="slow", at=rng.randint(0, 9), seconds=0.003, replica=rng.choice(victims))
         )
-    return faults
+    return poisons + faults
 
 
 def _make_fault(rng: random.Random, replica: int, num_ranks: int, answering: int) -> Fault:

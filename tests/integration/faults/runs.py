@@ -21,7 +21,7 @@ from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError, 
 from sidestep.ipc.common.fault_plan import Fault
 from tests.integration.faults.asks import Ask, Reference
 from tests.integration.faults.history import History
-from tests.integration.faults.plans import Plan, causes
+from tests.integration.faults.plans import POISON, Plan, causes
 from tests.waiting import until
 
 LIMIT_S = 60.0
@@ -40,6 +40,8 @@ class Run:
         self._begun: list[asyncio.Event] = [asyncio.Event() for _ in plan.asks]
         """By ask: its first output, or its end, has come."""
         self._problems: list[str] = []
+        self.num_restarts = 0
+        """Starts of replicas after deaths."""
 
     async def run(self) -> list[str]:
         """Run the plan, and return what was wrong."""
@@ -70,6 +72,13 @@ class Run:
                 self._problems.append(f"files are left: {left}")
         return self._problems
 
+    @property
+    def blamed(self) -> list[Ask]:
+        """The requests that ended as the cause of a death."""
+        return [
+            each.ask for each in self._histories if "the cause is this request" in str(each.error)
+        ]
+
     async def _serve(self, frontends: Sequence[AsyncLLM]) -> None:
         """Serve all clients, then one of each frontend, and check what they got."""
         guard = asyncio.create_task(self._end_stalled(frontends[0]))
@@ -89,13 +98,14 @@ class Run:
             for task in (guard, leaving):
                 task.cancel()
             await asyncio.gather(guard, leaving, return_exceptions=True)
+        self.num_restarts = frontends[0]._replicas.counts.restarts.total()
         is_alive = any(status.dead is None for status in frontends[0].replicas)
         named = [cause for fault in self._plan.faults for cause in causes(fault)]
         for index, history in enumerate(self._histories):
-            # A request that may be the cause of two deaths is not tried a third time.
+            # A request that runs alone at a death may be the cause.
             must_complete = is_alive and not (
-                self._plan.may_kill_twice
-                and "it is the second that has died with this request" in str(history.error)
+                (self._plan.may_kill_twice or POISON in history.ask.prompt)
+                and "the cause is this request" in str(history.error)
             )
             for problem in history.check(
                 self._reference,

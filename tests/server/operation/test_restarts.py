@@ -81,6 +81,7 @@ def test_streams_go_on_after_a_process_of_the_engine_is_killed(
     assert found[f'sidestep:replica_restarts_total{{cause="{victim}"}}'] == 1
     assert found["sidestep:replayed_requests_total"] == 6
     assert found["sidestep:replay_pause_seconds_total"] > 0
+    assert found["sidestep:blamed_requests_total"] == found["sidestep:probation_requests"] == 0
     assert found["sidestep:engine_alive"] == 1
     assert not psutil.wait_procs(old, timeout=60)[1]
     server.until_idle()

@@ -24,6 +24,8 @@ from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     AbortRequests,
     AddRequest,
+    Answer,
+    Call,
     Finished,
     FinishReason,
     Outputs,
@@ -54,7 +56,10 @@ class FakeChannel:
         pass
 
     def send(self, message: ToCore) -> None:
-        self.sent.append(message)
+        if isinstance(message, Call) and message.method == "idle":
+            self.say(Answer(call_id=message.call_id, result={"idle": 1.0}))
+        else:
+            self.sent.append(message)
 
     def fileno(self) -> int:
         return self._bell.fileno()
