@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from sidestep.engine_core.progress import Progress, WorkersStalledError
 from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduling.scheduler import Scheduler
@@ -46,14 +47,15 @@ class EngineCore:
         *,
         max_steps_in_flight: int,
         clock: Callable[[], float],
+        progress: Progress | None = None,
     ) -> None:
+        """Begin without requests. progress: that of the workers; without a limit if not given."""
         self.scheduler = scheduler
         self.executor = executor
         self._checks = checks
         self._depth = max_steps_in_flight
         self._in_flight = 0
-        self._clock = clock
-        self._last_progress = clock()
+        self._progress = progress or Progress(0.0, clock)
         self.recorder = FlightRecorder(clock)
         self._resets = SoftResets()
         self.calls = WorkerCalls(
@@ -142,13 +144,15 @@ class EngineCore:
                 self._reset(output)
                 continue
             self._in_flight -= 1
-            self._last_progress = self._clock()
+            self._progress.output_taken()
             self.recorder.output_taken(output)
             # 2. The newest step may be waiting for what those tokens allow: that comes before all
             #    else.
             self.scheduler.follow(output)
             self._send_masks()
             outputs += self.scheduler.update(output).items()
+        if self._in_flight:
+            self._look_at_workers()
         # 3. Send the next call of a frontend, and take the requests that have waited for calls.
         if self.calls.has_any:
             answers = self.calls.turn()
@@ -160,7 +164,7 @@ class EngineCore:
         # 4. Queue the next step behind it. The outputs go out after this: the device comes first.
         while self._in_flight < self._depth and (step := self._schedule()) is not None:
             if self._in_flight == 0:
-                self._last_progress = self._clock()
+                self._progress.began()
             self.executor.submit(step)
             self.recorder.submitted(self.scheduler.situation())
             self._in_flight += 1
@@ -199,17 +203,29 @@ class EngineCore:
 
     def next_deadline(self) -> float | None:
         """Return the latest time of the next turn, on the core's clock; None for no limit."""
-        times = (self.scheduler.next_deadline(), self.calls.next_deadline())
+        times = (
+            self.scheduler.next_deadline(),
+            self.calls.next_deadline(),
+            self._progress.next_look if self._in_flight else None,
+        )
         return min((time for time in times if time is not None), default=None)
 
     def seconds_since_progress(self) -> float:
-        """Return the seconds since a step in flight last gave an output.
+        """Return the seconds for which the steps in flight have made no progress; see progress.py.
 
         0 when no step is in flight, and while the workers have time for a call: steps wait then.
         """
-        if not self._in_flight or self.calls.is_busy:
+        if not self._in_flight:
             return 0.0
-        return self._clock() - self._last_progress
+        self._progress.look(counts=not self.calls.is_busy)
+        return self._progress.silent_s
+
+    def _look_at_workers(self) -> None:
+        """Kill workers that hang. Raises WorkersStalledError, which ends the core, too."""
+        self._progress.look(counts=not self.calls.is_busy)
+        if (problem := self._progress.problem) is not None:
+            self.executor.kill()
+            raise WorkersStalledError(problem)
 
     def _schedule(self) -> StepInput | None:
         self.recorder.scheduling()

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
+from sidestep.engine_core.progress import Progress, WorkersStalledError
 from sidestep.engine_core.requests.request_checks import RequestChecks
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.structured_outputs.grammars import Grammars
@@ -20,6 +21,7 @@ from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.model.cache_groups import cache_groups
 from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import freeze_heap
 from sidestep.ipc.transport.channels import CoreChannel
 from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready
@@ -45,6 +47,8 @@ def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> No
             run(core, channel, ready)
         else:
             channel.broadcast(obstacle)
+    except WorkersStalledError as error:
+        channel.broadcast(Dead(cause=str(error), origin="stall"))
     except (EngineStartError, EngineDeadError) as error:
         channel.broadcast(Dead(cause=str(error)))
     except BaseException as error:
@@ -92,12 +96,18 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
         RequestChecks(spec, config.model.processor_names),
         max_steps_in_flight=limits.max_steps_in_flight,
         clock=time.monotonic,
+        progress=Progress(
+            config.frontend.stall_limit,
+            time.monotonic,
+            None if worker.device_type == "cuda" else CpuUse(executor.worker_pids()),
+        ),
     )
     ready = Ready(
         max_model_len=max_model_len,
         num_kv_blocks=worker.num_kv_blocks,
         block_size=worker.block_size,
         device=worker.device,
+        device_type=worker.device_type,
         core_pid=os.getpid(),
         worker_pids=executor.worker_pids(),
     )

@@ -126,5 +126,9 @@ class Executor(abc.ABC):
         """Return one process id for each rank."""
 
     @abc.abstractmethod
+    def kill(self) -> None:
+        """Kill all workers at once, and do not wait for their end."""
+
+    @abc.abstractmethod
     def shutdown(self) -> None:
         """End all workers. May be called twice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sidestep.ipc.common.options import Options, option, require, require_positive
@@ -53,6 +54,13 @@ class FrontendConfig(Options):
         "processes; its requests wait, and go on. After that it stays dead. 0: never.",
     )
 
+    stall_limit: float = option(
+        10.0,
+        "Seconds without progress, while there is work, after which the processes of a replica are "
+        "killed; 20 times the longest step of the last minute if that is more. The replica is then "
+        "started again. 0: never.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -62,5 +70,10 @@ class FrontendConfig(Options):
             self.restart_limit >= 0,
             "restart_limit",
             f"must be at least 0, not {self.restart_limit!r}",
+        )
+        require(
+            0 <= self.stall_limit < math.inf,
+            "stall_limit",
+            f"must be a number of seconds, at least 0, not {self.stall_limit!r}",
         )
         require_positive(self, "stream_interval", "max_num_queued_reqs", "max_num_queued_tokens")

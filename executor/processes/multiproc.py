@@ -165,6 +165,11 @@ class MultiprocExecutor(Executor):
         """Return one process id for each rank."""
         return [child.pid for child in self._children]
 
+    def kill(self) -> None:
+        """Kill all workers, however they hang."""
+        for child in self._children:
+            child.kill()
+
     def shutdown(self) -> None:
         """End all workers, and the process that compiles kernels ahead."""
         children = [*self._children, *([self._compiler] if self._compiler is not None else [])]

@@ -30,7 +30,9 @@ class EngineView:
     _config: EngineConfig
     _replicas: ReplicaSet
 
-    async def check_health(self, *, timeout_s: float = 5.0, max_stall_s: float = 30.0) -> Health:
+    async def check_health(
+        self, *, timeout_s: float = 5.0, max_stall_s: float | None = None
+    ) -> Health:
         """Return the health of an engine that makes progress, or that is being started again.
 
         One of several replicas is enough (`replicas` describes each). 'healthy': all replicas
@@ -39,13 +41,15 @@ class EngineView:
 
         Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
         `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
-        `max_stall_s`.
+        `max_stall_s`. By default that is the time after which a replica counts as stalled.
         """
         answers = await self._replicas.ask_responsive(
-            "ping", timeout_s=timeout_s, is_good=lambda answer: _stalled_s(answer) <= max_stall_s
+            "ping",
+            timeout_s=timeout_s,
+            is_good=lambda replica, answer: self._goes_on(replica, answer, max_stall_s),
         )
         if not self._replicas.alive or any(
-            _stalled_s(answer) <= max_stall_s for answer in answers.values()
+            self._goes_on(replica, answer, max_stall_s) for replica, answer in answers.items()
         ):
             return self.health
         raise EngineStalledError(
@@ -60,6 +64,11 @@ class EngineView:
                 for replica in self._replicas.alive
             )
         )
+
+    def _goes_on(self, replica: int, ping: Answer, max_stall_s: float | None) -> bool:
+        """Return whether the answer to a ping shows progress."""
+        patience_s = self._replicas.patience_s(replica) if max_stall_s is None else max_stall_s
+        return _stalled_s(ping) <= patience_s
 
     @property
     def health(self) -> Health:

@@ -45,6 +45,10 @@ class CoreQuestions(abc.ABC):
         """Numbers of the live replicas."""
         return self._alive.copy()
 
+    def patience_s(self, replica: int) -> float:
+        """Return the seconds without progress after which a replica counts as stalled."""
+        return self._watch.patience_s(replica)
+
     def fail_calls(self, error: EngineDeadError) -> None:
         """Give everyone who waits for an answer an exception like this one."""
         for client in self._clients.values():
@@ -156,7 +160,7 @@ class CoreQuestions(abc.ABC):
         *,
         limit: int | None = None,
         timeout_s: float,
-        is_good: Callable[[Answer], bool] = lambda answer: True,
+        is_good: Callable[[int, Answer], bool] = lambda replica, answer: True,
     ) -> dict[int, Answer]:
         """Ask the busy loops of all live replicas, and return the answers that came in time.
 
@@ -183,7 +187,10 @@ class CoreQuestions(abc.ABC):
                 )
                 if not done:
                     break
-                if any(task.exception() is None and is_good(task.result()) for task in done):
+                if any(
+                    task in done and task.exception() is None and is_good(replica, task.result())
+                    for replica, task in tasks.items()
+                ):
                     until = min(until, loop.time() + _SPARE_S)
         finally:
             for task in pending:

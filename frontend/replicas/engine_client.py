@@ -25,7 +25,7 @@ from sidestep.ipc.common.errors import (
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
-from sidestep.ipc.processes.process import Child, spawn
+from sidestep.ipc.processes.process import Child, kill_child, spawn
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
@@ -48,8 +48,9 @@ _JOIN_S = 60.0
 """Seconds that a core may take to answer a frontend that joins."""
 
 
-Origin = Literal["core", "worker", "message", "start"]
-"""Where a death began: in a process, with a message, or before the core served."""
+Origin = Literal["core", "worker", "stall", "message", "start"]
+"""Where a death began: in a process, with one that hung, with a message, or before the core served.
+"""
 
 
 class Death(NamedTuple):
@@ -186,6 +187,16 @@ class EngineClient:
             self._core.let_go()
             threading.Thread(target=self._core.stop, name="end a core", daemon=True).start()
         self._leave()
+
+    def kill(self, ready: Ready, cause: str) -> None:
+        """Kill a core that hangs, after its workers: it cannot end them. Only its owner can."""
+        if self._core is None:
+            return
+        for pid in ready.worker_pids:
+            kill_child(pid, self._core.pid)
+        self._core.kill()
+        self._on_readable()  # it may have said something before it hung
+        self._die(cause, "stall")
 
     def _leave(self) -> None:
         if self._closed:

@@ -17,7 +17,16 @@ from typing import Protocol
 from sidestep.ipc.common.errors import SidestepError
 from sidestep.ipc.processes.core_args import ClientAddress, Seat
 from sidestep.ipc.transport.channels import new_address, remove_address
-from sidestep.ipc.transport.owner_line import Back, Down, Lost, News, OwnerEnd, Reports
+from sidestep.ipc.transport.owner_line import (
+    Back,
+    Down,
+    Lost,
+    News,
+    OwnerEnd,
+    Passed,
+    Silent,
+    Suspected,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +37,8 @@ class Listener(Protocol):
     def joined(self, guest: int) -> None:
         """Take note of a guest that has joined."""
 
-    def take_report(self, guest: int, report: Reports) -> None:
-        """Take a report of a guest."""
+    def take_report(self, guest: int, report: Suspected | Passed) -> None:
+        """Take a report of a guest about suspects."""
 
     def left(self, guest: int) -> None:
         """Take note that a guest has left."""
@@ -57,13 +66,15 @@ class Guests:
         connect: Callable[[int, ClientAddress], Awaitable[int]],
         alive: Callable[[], Iterable[int]],
         dead: Callable[[], Mapping[int, str]],
+        suspect: Callable[[int], None],
     ) -> None:
         """Begin without guests.
 
         connect: lets the core of a replica serve a frontend at an address, and returns the
         frontend's number there. alive: the replicas that serve. dead: those that stay dead, each
-        with the cause.
+        with the cause. suspect: called with a replica whose core does not answer a guest.
         """
+        self._suspect = suspect
         self._connect = connect
         self._alive = alive
         self._dead = dead
@@ -137,7 +148,9 @@ class Guests:
         if guest.end.is_connected:
             for report in guest.end.receive():
                 guest.attends = True
-                if self.listener is not None:
+                if isinstance(report, Silent):
+                    self._suspect(report.replica)
+                elif self.listener is not None:
                     self.listener.take_report(guest.number, report)
             if not guest.end.is_open:
                 self._leave(guest)

@@ -27,7 +27,7 @@ from sidestep.frontend.replicas.guests import Guests
 from sidestep.frontend.replicas.probation.branch import Branch
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
-from sidestep.frontend.replicas.stall_watch import StallWatch
+from sidestep.frontend.replicas.stall_watch import SILENT, CpuWorkers, StallWatch
 from sidestep.frontend.replicas.supervisor import GuestSupervisor, OwnSupervisor, Supervisor
 from sidestep.frontend.routing.router import Router
 from sidestep.ipc.common import registry
@@ -98,7 +98,7 @@ class ReplicaSet(CoreQuestions):
             for replica in range(self._size)
             if replica not in channels and replica not in self._dead
         }
-        self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead)
+        self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead, self._suspect)
         self._supervisor: Supervisor = (
             OwnSupervisor(config, self, open_channel)
             if line is None
@@ -118,6 +118,9 @@ class ReplicaSet(CoreQuestions):
             lambda replica: self._clients[replica].ping(),
             lambda: self._requests.busy,
             self._on_stall,
+            lambda replica, cause: self._clients[replica].kill(self._ready[replica], cause),
+            CpuWorkers(self._ready).compute,
+            0.0 if self._joins else config.frontend.stall_limit,
         )
 
     def __repr__(self) -> str:
@@ -475,6 +478,13 @@ class ReplicaSet(CoreQuestions):
         else:
             logger.error(self.named(replica, reason))
             router.suspend(replica)
+            if reason == SILENT:
+                self._supervisor.silent(replica)
+
+    def _suspect(self, replica: int) -> None:
+        """Watch a replica whose core another frontend finds silent."""
+        if replica in self._alive and not self._closed:
+            self._watch.suspect(replica)
 
     def _die(self) -> None:
         self._error = self._all_dead()

@@ -5,19 +5,25 @@ microseconds, with the time for which its steps in flight have had no output. Th
 own turns and not seconds, and each turn of the event loop reads the answers that have arrived. So a
 frontend that was delayed itself suspects no replica.
 
+A core that stays silent for the limit is ended, by the frontend that owns it. Workers that hang
+under a core that answers are the core's to end (engine_core/progress.py).
+
 The watch asks nothing of an engine without requests, so such an engine stays asleep.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from sidestep.ipc.transport.messages import Answer
+from sidestep.ipc.processes.cpu_use import CpuUse
+from sidestep.ipc.transport.messages import Answer, Ready
 
 TURN_S = 0.5
-"""Seconds between two turns of the watch."""
+"""Most seconds between two turns of the watch."""
+_LEAST_TURNS = 8
+"""Fewest turns in the limit at which a core is ended."""
 STALL_S = 2.0
 """Seconds without progress after which a replica counts as stalled.
 
@@ -30,6 +36,7 @@ _MOST_PATIENCE_S = 64.0
 A replica's limit doubles, up to this, each time that it turns out to be slow and not stalled.
 """
 _NO_PROGRESS = "the steps in flight make no progress"
+SILENT = "the engine core does not answer"
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +52,26 @@ class _Look:
     """Why the replica counts as stalled; None if it does not."""
 
 
+class CpuWorkers:
+    """The workers of replicas that compute on a CPU."""
+
+    def __init__(self, ready: Mapping[int, Ready]) -> None:
+        """Look at nothing yet. ready: the first message of each replica that serves."""
+        self._ready = ready
+        self._uses: dict[int, tuple[Ready, CpuUse]] = {}
+
+    def compute(self, replica: int) -> bool:
+        """Return whether a replica's workers have computed on a CPU since the last call."""
+        ready = self._ready[replica]
+        if ready.device_type == "cuda":
+            return False
+        last, use = self._uses.get(replica, (None, None))
+        if use is None or last is not ready:
+            use = CpuUse(ready.worker_pids)
+            self._uses[replica] = ready, use
+        return use.has_grown()
+
+
 class StallWatch:
     """The watch of the replicas that have requests.
 
@@ -56,12 +83,19 @@ class StallWatch:
         ping: Callable[[int], asyncio.Future[Answer]],
         busy: Callable[[], Iterable[int]],
         on_change: Callable[[int, str | None], None],
+        end: Callable[[int, str], None] = lambda replica, cause: None,
+        computes: Callable[[int], bool] = lambda replica: False,
+        limit_s: float = 0.0,
     ) -> None:
         """Watch no replica yet.
 
         ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called
-        with the reason when a replica stalls, and with None when it makes progress again.
+        with the reason when a replica stalls, and with None when it makes progress again. end:
+        called with the cause when a core has been silent for `limit_s` seconds; 0 for never.
+        computes: whether a replica's workers have computed since the last call, so that the core
+        may be waiting for them.
         """
+        self._end, self._computes, self._limit_s = end, computes, limit_s
         self._ping = ping
         self._busy = busy
         self._on_change = on_change
@@ -82,10 +116,18 @@ class StallWatch:
             if look.stalled is not None
         }
 
+    def patience_s(self, replica: int) -> float:
+        """Return the seconds that a step of a replica may take before the replica is stalled."""
+        return self._patience_s.get(replica, min(STALL_S, self._limit_s / 2 or STALL_S))
+
+    @property
+    def _turn_s(self) -> float:
+        return min(TURN_S, self._limit_s / _LEAST_TURNS or TURN_S)
+
     def wake(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to watch: there are requests in flight."""
         if self._timer is None and not loop.is_closed():
-            self._timer = loop.call_later(TURN_S, self._turn)
+            self._timer = loop.call_later(self._turn_s, self._turn)
 
     def suspect(self, replica: int) -> None:
         """Watch a replica, also without requests.
@@ -137,15 +179,17 @@ class StallWatch:
                 look.asked, look.turns = self._ping(replica), 0
             look.told_tokens = False
         elif not look.asked.done():
-            look.turns += 1
+            look.turns = 0 if self._computes(replica) else look.turns + 1
             if look.turns >= _MOST_TURNS and look.stalled is None:
-                self._mark(replica, look, "the engine core does not answer")
+                self._mark(replica, look, SILENT)
+            if 0 < self._limit_s <= look.turns * self._turn_s:
+                self._end(replica, f"the engine core has not answered for {self._limit_s:g} s")
         else:
             answer, look.asked = look.asked, None
             if answer.cancelled() or answer.exception() is not None:
                 return  # it has died, or the engine was shut down
             seconds = (answer.result().result or {})["seconds_since_progress"]
-            patience_s = self._patience_s.get(replica, STALL_S)
+            patience_s = self.patience_s(replica)
             if seconds > patience_s and look.stalled is None:
                 self._mark(replica, look, _NO_PROGRESS)
             elif seconds <= patience_s and look.stalled is not None:
@@ -155,8 +199,6 @@ class StallWatch:
         if (
             reason is None and look.stalled == _NO_PROGRESS
         ):  # a large step on a slow device looks the same
-            self._patience_s[replica] = min(
-                2 * self._patience_s.get(replica, STALL_S), _MOST_PATIENCE_S
-            )
+            self._patience_s[replica] = min(2 * self.patience_s(replica), _MOST_PATIENCE_S)
         look.stalled = reason
         self._on_change(replica, reason)

@@ -35,6 +35,7 @@ from sidestep.ipc.transport.owner_line import (
     Parked,
     Passed,
     Path,
+    Silent,
     Suspected,
     Turn,
 )
@@ -118,6 +119,10 @@ class Supervisor(abc.ABC):
     @abc.abstractmethod
     def is_outdated(self, replica: int) -> str | None:
         """Return why a replica that has just begun to serve cannot be used; None if it can."""
+
+    @abc.abstractmethod
+    def silent(self, replica: int) -> None:
+        """Take note that a replica's core does not answer this frontend."""
 
     @abc.abstractmethod
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -208,6 +213,9 @@ class OwnSupervisor(Supervisor):
             return None
         return "its weights have been replaced while it started"
 
+    def silent(self, replica: int) -> None:
+        """Do nothing: the watch ends it if it stays silent."""
+
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Ask again what has been asked in another event loop."""
         self._judge.attach()
@@ -241,6 +249,10 @@ class GuestSupervisor(Supervisor):
     def is_outdated(self, replica: int) -> str | None:
         """Return None: the owner has seen to it."""
         return None
+
+    def silent(self, replica: int) -> None:
+        """Let the owner watch it, which may have no requests there itself."""
+        self._line.tell(Silent(replica))
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Listen to the owner."""

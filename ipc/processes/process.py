@@ -125,6 +125,11 @@ class Child:
         self._stopping = True
         self._close_lifeline()
 
+    def kill(self) -> None:
+        """Kill the child, and do not wait for its end. `on_death` reports it."""
+        self._home.check()
+        self._popen.kill()
+
     def stop(self, timeout_s: float = 3.0) -> None:
         """End the child, by its lifeline first, then by a kill. May be called twice.
 
@@ -248,6 +253,18 @@ def is_running(pid: int) -> bool:
         if os.path.exists("/proc/self/stat"):
             return False
     return process_exists(pid)
+
+
+def kill_child(pid: int, parent: int) -> None:
+    """Kill a child of another process. Nothing happens if it has ended, or has another parent."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            is_child = int(file.read().rpartition(b")")[2].split()[1]) == parent
+    except OSError:
+        is_child = not os.path.exists("/proc/self/stat")
+    if is_child:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def process_exists(pid: int) -> bool:

@@ -135,6 +135,9 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True
     num_kv_blocks: int
     block_size: int
     device: str
+    """A description for people."""
+    device_type: str = "fake"
+    """'cuda', 'cpu' or 'fake'."""
     core_pid: int
     worker_pids: list[int]
 
@@ -143,8 +146,8 @@ class Dead(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True)
     """The engine cannot go on (or could not start); the last message on the channel."""
 
     cause: str
-    origin: Literal["core", "worker"] = "worker"
-    """The process that has failed."""
+    origin: Literal["core", "worker", "stall"] = "worker"
+    """The process that has failed; 'stall' if the workers hung."""
     is_final: bool = False
     """Whether starting it again would be useless."""
 

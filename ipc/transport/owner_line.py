@@ -2,8 +2,9 @@
 
 It is a stream socket, and outlives the cores. The owner of the engine tells its guests of replicas
 that have died, that serve again, and that stay dead, and which suspects of a death may run. A guest
-tells which of its requests are suspects, and which have passed. Each end sees the other one's end,
-however that comes. The socket has a name only until the guest has connected.
+tells which of its requests are suspects, which have passed, and which cores do not answer it. Each
+end sees the other one's end, however that comes. The socket has a name only until the guest has
+connected.
 """
 
 from __future__ import annotations
@@ -95,7 +96,13 @@ class Passed(msgspec.Struct, tag=True, frozen=True):
     suspects: list[Path]
 
 
-Reports = Suspected | Passed
+class Silent(msgspec.Struct, tag=True, frozen=True):
+    """The core of a replica does not answer the guest."""
+
+    replica: int
+
+
+Reports = Suspected | Passed | Silent
 _decode_report = msgspec.json.Decoder(Reports).decode
 
 

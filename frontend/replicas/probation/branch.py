@@ -19,7 +19,7 @@ from sidestep.ipc.transport.owner_line import (
     Parked,
     Passed,
     Path,
-    Reports,
+    Suspected,
     Turn,
 )
 
@@ -156,7 +156,7 @@ class Branch:
         """Tell a guest that has just joined which replica is kept."""
         self._line.tell(guest, self._claimed)
 
-    def take_report(self, guest: int, report: Reports) -> None:
+    def take_report(self, guest: int, report: Suspected | Passed) -> None:
         """Take a report of a guest."""
         if isinstance(report, Passed):
             passed = [(guest, *path) for path in report.suspects]

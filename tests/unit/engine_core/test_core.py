@@ -33,6 +33,7 @@ class HandExecutor(Executor):
         self._running: deque[StepOutput] = deque()
         self.called: list[AnyCall] = []
         self.answered: list[Answered] = []
+        self.is_killed = False
 
     def launch(self) -> None:
         pass
@@ -86,6 +87,9 @@ class HandExecutor(Executor):
 
     def worker_pids(self) -> list[int]:
         return []
+
+    def kill(self) -> None:
+        self.is_killed = True
 
     def shutdown(self) -> None:
         pass

@@ -126,6 +126,7 @@ def llm_of(
     max_model_len: int = 100,
     *others: FakeChannel,
     restart_limit: int = 0,
+    stall_limit: float = 0.0,
     open_channel: Callable[[], FakeChannel] = FakeChannel,
 ) -> AsyncLLM:
     """Return an AsyncLLM whose core is the test; or cores, one a replica.
@@ -137,7 +138,10 @@ def llm_of(
     llm: Any = made
     llm._outputs = OutputProcessor(lambda handles: llm._replicas.abort(handles))
     llm._config = EngineArgs(
-        device="fake", data_parallel_size=len(channels), restart_limit=restart_limit
+        device="fake",
+        data_parallel_size=len(channels),
+        restart_limit=restart_limit,
+        stall_limit=stall_limit,
     ).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len, open_channel)
     llm._home = llm._replicas.home
