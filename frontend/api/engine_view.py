@@ -41,8 +41,10 @@ class EngineView:
 
         Raises EngineDeadError if the engine has died; EngineStalledError if no core answers within
         `timeout_s`, or if the steps in flight of all cores that answer have made no progress for
-        `max_stall_s`. By default that is the time after which a replica counts as stalled.
+        `max_stall_s`. By default that is the time after which a replica counts as stalled. No core
+        has longer for its answer than half of `stall_limit`, at which it would be killed.
         """
+        timeout_s = min(timeout_s, self._config.frontend.stall_limit / 2 or timeout_s)
         answers = await self._replicas.ask_responsive(
             "ping",
             timeout_s=timeout_s,

@@ -13,6 +13,9 @@ from tests.integration.faults.asks import Ask
 
 POISON = 270
 """The token of a request that harms every worker that runs it. No other prompt has it."""
+STALL_S = 2.0
+"""The limit for stalls of engines whose faults end by it. A loaded machine lets a process wait for
+some part of it."""
 _FORMS = ("[a-d]{2,6}x", "(ab|c){1,9}", "a?b*c{0,3}", "[0-9]{30}")
 
 
@@ -65,13 +68,20 @@ def causes(fault: Fault) -> list[str]:
         if fault.process == "core"
         else [rf"worker {fault.rank}\b.*was killed by SIGKILL"]
     )
+    stalled = ["the steps in flight made no progress", "the engine core has not answered"]
     return {
         "die": killed,
-        "hang": killed,  # by the run, when the replica is seen to make no progress
+        # A guest may see no more than the end of the core.
+        "hang": [*stalled, "the engine core has ended"],
         "raise": [rf"worker {fault.rank}\b.*the fault plan raises at step"],
         "oom": [rf"worker {fault.rank}\b.*the fault plan has no memory at step"],
         "slow": [],
-        "drop": ["has come in the place of", "came for step", *killed],
+        "drop": [
+            "has come in the place of",
+            "came for step",
+            *stalled,
+            "the engine core has ended",
+        ],
         "corrupt": ["is not as it was written"],
     }[fault.kind]
 
@@ -113,6 +123,8 @@ def make_plan(seed: int) -> Plan:
     if any(fault.for_token == POISON for fault in faults):
         for index in rng.sample(range(len(asks)), rng.choice([1, 1, 2])):
             asks[index] = poisoned(asks[index])
+    if any(fault.kind in ("hang", "drop") for fault in faults):
+        options["stall_limit"] = STALL_S
     return Plan(seed=seed, options=options, num_frontends=num_frontends, asks=asks, faults=faults)
 
 
@@ -179,10 +191,10 @@ def make_faults(
 def _make_fault(rng: random.Random, replica: int, num_ranks: int, answering: int) -> Fault:
     at, rank = rng.choice([0, 1, rng.randint(2, 12), rng.randint(2, 60)]), rng.randrange(num_ranks)
     kind: FaultKind = rng.choice(
-        ["die", "die", "raise", "raise", "oom", "hang", "slow", "drop", "corrupt"]
+        ["die", "die", "raise", "raise", "oom", "hang", "hang", "slow", "drop", "corrupt"]
     )
     if kind in ("die", "hang"):
-        process: Literal["worker", "core"] = rng.choice(["worker", "worker", "core"])
+        process: Literal["worker", "core"] = rng.choice(["worker", "worker", "core", "core"])
         rank = answering if kind == "hang" else rank
         return Fault(kind=kind, at=at, rank=rank, replica=replica, process=process)
     if kind in ("drop", "corrupt"):

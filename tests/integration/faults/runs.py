@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ import msgspec
 import psutil
 
 from sidestep import AsyncLLM, EngineArgs, EngineDeadError, EngineStalledError, RequestError
-from sidestep.ipc.common.fault_plan import Fault
 from tests.integration.faults.asks import Ask, Reference
 from tests.integration.faults.history import History
 from tests.integration.faults.plans import POISON, Plan, causes
@@ -26,8 +24,6 @@ from tests.waiting import until
 
 LIMIT_S = 60.0
 """Seconds for all clients of a plan. They need one or two; a hang takes all."""
-_STALL_S = 0.5
-"""Seconds without progress after which the run ends a replica that its plan stops or deafens."""
 
 
 class Run:
@@ -81,7 +77,6 @@ class Run:
 
     async def _serve(self, frontends: Sequence[AsyncLLM]) -> None:
         """Serve all clients, then one of each frontend, and check what they got."""
-        guard = asyncio.create_task(self._end_stalled(frontends[0]))
         leaving = asyncio.create_task(self._leave(frontends))
         try:
             await self._ask_all(frontends, self._plan.asks)
@@ -95,9 +90,8 @@ class Run:
                 await self._ask_all(frontends, last)
             await self._check_leaks(frontends)
         finally:
-            for task in (guard, leaving):
-                task.cancel()
-            await asyncio.gather(guard, leaving, return_exceptions=True)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
         self.num_restarts = frontends[0]._replicas.counts.restarts.total()
         is_alive = any(status.dead is None for status in frontends[0].replicas)
         named = [cause for fault in self._plan.faults for cause in causes(fault)]
@@ -180,38 +174,6 @@ class Run:
                 task.cancel()
         frontends[leaver].shutdown()
 
-    async def _end_stalled(self, llm: AsyncLLM) -> None:
-        """Kill what the plan hangs, or leaves without a message, once its replica stalls.
-
-        Users have to do this.
-        """
-        watched = [
-            (replica, fault)
-            for fault in self._plan.faults
-            if fault.kind in ("hang", "drop")
-            for replica in range(self._plan.num_replicas)
-            if fault.replica in (None, replica)
-        ]
-        killed = set[int]()
-        while watched:
-            for replica, fault in watched:
-                prefix = f"replica_{replica}_" if self._plan.num_replicas > 1 else ""
-                pid = llm.pids[prefix + _victim(fault)]
-                if pid not in killed and await self._is_stalled(llm, replica):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    killed.add(pid)
-            await asyncio.sleep(0.01)
-
-    async def _is_stalled(self, llm: AsyncLLM, replica: int) -> bool:
-        try:
-            answer = await llm._replicas.ask(replica, "ping", timeout_s=_STALL_S)
-        except EngineStalledError:
-            return llm.replicas[replica].restarting is None
-        except EngineDeadError:
-            return False
-        return (answer.result or {})["seconds_since_progress"] > _STALL_S
-
     async def _check_leaks(self, frontends: Sequence[AsyncLLM]) -> None:
         """Note requests and blocks that the engine or a frontend still has."""
         for number, each in enumerate(frontends):
@@ -239,10 +201,6 @@ class Run:
             pass
         except AssertionError as error:
             self._problems.append(f"requests or blocks have leaked: {error}")
-
-
-def _victim(fault: Fault) -> str:
-    return "core" if fault.process == "core" else f"worker_{fault.rank}"
 
 
 @contextlib.contextmanager

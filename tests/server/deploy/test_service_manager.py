@@ -89,7 +89,8 @@ def test_the_watchdog_is_fed_while_the_engine_is_healthy(tmp_path: Path, make_se
     """Let the watchdog see what /health sees: a core that hangs in a process that answers."""
     manager = Manager(str(tmp_path / "notify"))
     server = make_server(
-        environment={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"}
+        *("--stall-limit", "0"),
+        environment={"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "100000"},
     )
     assert [manager.hear() for _ in range(4)] == ["READY=1"] + ["WATCHDOG=1"] * 3
     core = psutil.Process(server.process.pid).children()[0]

@@ -152,7 +152,7 @@ def test_the_engine_s_death_ends_the_server_with_an_error(victim: str, make_serv
 
 
 def test_an_engine_that_stands_still_is_not_healthy(make_server: Make) -> None:
-    server = make_server(step_ms=5)
+    server = make_server("--stall-limit", "0", step_ms=5)
     core = psutil.Process(server.process.pid).children()[0]
     assert server.http.get("/health").json() == {"status": "ok"}
     core.suspend()

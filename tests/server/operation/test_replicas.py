@@ -87,7 +87,7 @@ def test_a_replica_s_death_breaks_no_answer_and_operators_are_told(make_server: 
 
 def test_a_replica_that_hangs_takes_nobody_with_it(make_server: Make) -> None:
     """Stop a core: it answers nothing. Operators see that, clients do not."""
-    server = make_server("-dp", "2", "--routing", "round_robin")
+    server = make_server("-dp", "2", "--routing", "round_robin", "--stall-limit", "0")
     stuck = cores(server.process.pid)[1]
     stuck.suspend()
     try:
@@ -111,7 +111,7 @@ def test_a_replica_that_hangs_takes_nobody_with_it(make_server: Make) -> None:
 
 
 def test_a_deadline_and_the_metrics_outlive_an_engine_that_hangs(make_server: Make) -> None:
-    server = make_server()
+    server = make_server("--stall-limit", "0")
     (stuck,) = cores(server.process.pid)
     stuck.suspend()
     try:

@@ -19,11 +19,11 @@ Make = Callable[..., LiveServer]
 COUNT = 200
 
 
-def stream_of(server: LiveServer, stack: ExitStack, prompt: list[int]) -> Any:
-    """Return the connection of a stream of token ids."""
+def stream_of(server: LiveServer, stack: ExitStack, prompt: list[int], count: int = COUNT) -> Any:
+    """Return the connection of a stream of `count` token ids."""
     body = {
         "prompt": prompt,
-        "max_tokens": COUNT,
+        "max_tokens": count,
         "ignore_eos": True,
         "stream": True,
         "seed": 5,
@@ -85,6 +85,29 @@ def test_streams_go_on_after_a_process_of_the_engine_is_killed(
     assert found["sidestep:engine_alive"] == 1
     assert not psutil.wait_procs(old, timeout=60)[1]
     server.until_idle()
+    assert server.close() == 0
+
+
+@pytest.mark.parametrize("victim", ["core", "worker"])
+@pytest.mark.parametrize("options", [[], ["--api-server-count", "2"]], ids=["one", "two"])
+def test_streams_go_on_after_a_process_of_the_engine_is_stopped(
+    make_server: Make, options: list[str], victim: str
+) -> None:
+    server = make_server("--max-num-seqs", "4", "--stall-limit", "2", *options, step_ms=5)
+    prompts = [[i % 5 + 1] * 20 + [i] for i in range(6)]
+    with ExitStack() as stack:
+        streams = [stream_of(server, stack, prompt, 4 * COUNT) for prompt in prompts]
+        server.until(lambda load: load["num_running"] == 4)
+        (core,) = cores(server.process.pid)
+        old = [core, *core.children()]
+        (core if victim == "core" else core.children()[0]).suspend()
+        until(lambda: server.http.get("/health").status_code == 503)
+        answers = [read_all(stream) for stream in streams]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert tokens_in(answer) == expected_tokens(prompt, 4 * COUNT, 5, 258)
+    until(lambda: serves(server))
+    assert server.metrics()['sidestep:replica_restarts_total{cause="stall"}'] == 1
+    assert not psutil.wait_procs(old, timeout=60)[1]
     assert server.close() == 0
 
 
