@@ -29,8 +29,7 @@ from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.replicas.stall_watch import SILENT, CpuWorkers, StallWatch
 from sidestep.frontend.replicas.supervisor import GuestSupervisor, OwnSupervisor, Supervisor
-from sidestep.frontend.routing.router import Router
-from sidestep.ipc.common import registry
+from sidestep.frontend.routing.engine_router import make_router
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStartError,
@@ -174,12 +173,14 @@ class ReplicaSet(CoreQuestions):
         if not self._ready:
             raise failed[0] if failed else EngineStartError(str(self._all_dead()))
         self._alive = sorted(self._ready)
+        num_blocks = {replica: ready.num_kv_blocks for replica, ready in self._ready.items()}
+        block_size = next(iter(self._ready.values())).block_size
         self._dispatcher = Dispatcher(
-            self._make_router(),
+            make_router(self._config, num_blocks, block_size),
             self._clients,
             self._outputs,
             self.counts,
-            {replica: ready.num_kv_blocks for replica, ready in self._ready.items()},
+            num_blocks,
             self._branch.own_passed,
         )
         self._branch.begin(self._dispatcher)
@@ -193,18 +194,6 @@ class ReplicaSet(CoreQuestions):
         else:
             self._restarting.pop(replica, None)
             self._dead[replica] = cause
-
-    def _make_router(self) -> Router:
-        name = self._config.frontend.routing
-        if self._size == 1:
-            name = "round_robin"  # there is nothing to weigh
-        elif name == "prefix" and not self._config.cache.enable_prefix_caching:
-            name = "least_loaded"
-        router: Router = registry.load(registry.ROUTERS[name])(
-            {replica: ready.num_kv_blocks for replica, ready in self._ready.items()},
-            next(iter(self._ready.values())).block_size,
-        )
-        return router
 
     def close(self) -> None:
         """End the engine; may be called twice."""
