@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from sidestep.engine_core.progress import Progress, WorkersStalledError
 from sidestep.engine_core.requests.request_checks import RequestChecks
+from sidestep.engine_core.requests.request_notes import RequestNotes
 from sidestep.engine_core.scheduling.flight_recorder import FlightRecorder
 from sidestep.engine_core.scheduling.scheduler import Scheduler
 from sidestep.engine_core.soft_resets import SoftResets
@@ -19,6 +20,7 @@ from sidestep.engine_core.worker_calls import WorkerCalls
 from sidestep.executor.base import Executor, StepFailed
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
 from sidestep.ipc.processes.core_args import OWNER
+from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.envelope import Refused, Subject, envelope_of, handles_of
 from sidestep.ipc.transport.messages import (
     AbortRequests,
@@ -48,15 +50,22 @@ class EngineCore:
         max_steps_in_flight: int,
         clock: Callable[[], float],
         progress: Progress | None = None,
+        box: BlackBox | None = None,
     ) -> None:
-        """Begin without requests. progress: that of the workers; without a limit if not given."""
+        """Begin without requests.
+
+        progress: that of the workers; without a limit if not given. box: where steps and requests
+        are noted, for whoever outlives the core.
+        """
+        box = box or BlackBox.private()
         self.scheduler = scheduler
         self.executor = executor
         self._checks = checks
         self._depth = max_steps_in_flight
         self._in_flight = 0
         self._progress = progress or Progress(0.0, clock)
-        self.recorder = FlightRecorder(clock)
+        self.recorder = FlightRecorder(clock, box=box)
+        self.notes = RequestNotes(box)
         self._resets = SoftResets()
         self.calls = WorkerCalls(
             executor,
@@ -102,12 +111,15 @@ class EngineCore:
             self._checks.check_request(message)
             if self.scheduler.knows(message.client, handles_of(message)):
                 raise ValidationError("handle", f"{message.handle} is in use")
+            self.notes.came(message)
             if not self.calls.hold(message):
                 self.recorder.request_came()
                 self.scheduler.add(message)
         elif isinstance(message, AbortRequests):
             self.calls.hold(message)
             self.scheduler.abort(message.client, message.handles)
+            for handle in message.handles:
+                self.notes.end(message.client, handle)
         elif isinstance(message, CallWorkers):
             self._checks.check_call(message)
             self.calls.ask(message)
@@ -131,6 +143,7 @@ class EngineCore:
         """End all that a frontend has asked for, since it has left."""
         self.calls.client_left(client)
         self.scheduler.abort_client(client)
+        self.notes.client_left(client)
 
     def step(self) -> list[tuple[int, Outputs]]:
         """Run one turn of the loop, without waiting, and return the outputs by client.
@@ -171,6 +184,8 @@ class EngineCore:
             self._send_masks()
         # 5. Add what ended outside a step: refusals, deadlines.
         outputs += self.scheduler.take_outputs().items()
+        for client, made in outputs:
+            self.notes.take(client, made)
         self.recorder.turn_ended()
         return outputs
 
@@ -190,11 +205,14 @@ class EngineCore:
 
         A frontend must know them: they may be the cause.
         """
-        return [
+        begun = [
             (client, Outputs(handles=b"", token_ids=b"", started=outputs.started))
             for client, outputs in [*self._made, *self.scheduler.take_outputs().items()]
             if outputs.started
         ]
+        for client, outputs in begun:
+            self.notes.take(client, outputs)
+        return begun
 
     def take_answers(self) -> list[tuple[int, Answer | WorkersChanged]]:
         """Return the answers to calls to the workers, and news of what they changed, by client."""

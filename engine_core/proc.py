@@ -23,6 +23,7 @@ from sidestep.ipc.model.cache_groups import cache_groups
 from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import freeze_heap
+from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.channels import CoreChannel
 from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready
 from sidestep.ipc.transport.shm_ring import SPIN_S
@@ -41,7 +42,7 @@ def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> No
     channel = CoreChannel(args.clients)
     try:
         if obstacle is None:
-            core, ready = start(args.config, executor)
+            core, ready = start(args.config, executor, _box(args))
             channel.broadcast(ready)
             freeze_heap()
             run(core, channel, ready)
@@ -60,7 +61,13 @@ def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> No
     sys.exit(1)
 
 
-def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
+def _box(args: CoreArgs) -> BlackBox | None:
+    return None if args.black_box is None else BlackBox.of_descriptor(args.black_box)
+
+
+def start(
+    config: EngineConfig, executor: Executor, box: BlackBox | None
+) -> tuple[EngineCore, Ready]:
     """Start the workers and build the core on what they found. Raises EngineStartError."""
     spec = config.spec
     grammars = Grammars(config.tokenizer_path, spec.vocab_size, spec.eos_token_ids, time.monotonic)
@@ -101,6 +108,7 @@ def start(config: EngineConfig, executor: Executor) -> tuple[EngineCore, Ready]:
             time.monotonic,
             None if worker.device_type == "cuda" else CpuUse(executor.worker_pids()),
         ),
+        box=box,
     )
     ready = Ready(
         max_model_len=max_model_len,

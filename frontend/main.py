@@ -142,6 +142,11 @@ def _add_trace(commands: argparse._SubParsersAction[OptionParser]) -> None:
     trace.add_argument(
         "--output", metavar="FILE", default="trace.json", help="the file (default: trace.json)"
     )
+    trace.add_argument(
+        "--crash",
+        metavar="FILE",
+        help="start no engine, and tell what this file of a replica's death has",
+    )
     trace.add_argument("--num-prompts", type=int, default=16, help="requests (default: 16)")
     trace.add_argument(
         "--input-len", type=int, default=64, help="tokens in each prompt (default: 64)"
@@ -178,6 +183,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli.topology_command import run_topology as run
         elif parsed.command == "compile-kernels":
             from sidestep.frontend.cli.compile_kernels import run_compile_kernels as run
+        elif parsed.command == "trace" and parsed.crash is not None:
+            from sidestep.frontend.bench.crash_report import run_crash_report as run
         elif parsed.command == "trace":
             from sidestep.frontend.bench.trace_command import run_trace as run
         elif parsed.bench == "serve":

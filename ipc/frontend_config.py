@@ -61,6 +61,12 @@ class FrontendConfig(Options):
         "started again. 0: never.",
     )
 
+    crash_dir: str | None = option(
+        None,
+        "Folder of the crash files, of which a replica's death leaves one; the newest 8 are kept. "
+        "Default: sidestep/crashes in XDG_STATE_HOME, else in ~/.local/state.",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         require(

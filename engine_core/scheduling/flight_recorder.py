@@ -1,7 +1,7 @@
 """The engine's memory of its last steps, and the gauge of the device's idle time with its causes.
 
-Everything is written when a step comes back, once a step, into a ring of fixed size. Nothing here
-decides anything.
+Everything is written when a step comes back, once a step, into a ring of fixed size. The ring is in
+memory that outlives the core (ipc/transport/black_box.py). Nothing here decides anything.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sidestep.ipc.transport.black_box import CAPACITY, BlackBox
 from sidestep.ipc.transport.records import STEP_KINDS, STEP_ROW, step_kind
 from sidestep.ipc.transport.step import StepOutput
-
-CAPACITY = 8192
-"""Steps that are remembered."""
 
 
 class IdleTime(NamedTuple):
@@ -84,16 +82,23 @@ def _samples(output: StepOutput) -> tuple[int, int, int]:
 class FlightRecorder:
     """Records each event that the core reports, in order."""
 
-    def __init__(self, clock: Callable[[], float], capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        capacity: int = CAPACITY,
+        box: BlackBox | None = None,
+    ) -> None:
         """Begin with an empty ring.
 
         clock: returns seconds, on the clock that the worker's times are of. capacity: steps that
-        are kept.
+        are kept. box: where they are kept; in this process's own memory if not given.
         """
         self._clock = clock
         self._capacity = capacity
-        self._ring = bytearray(capacity * STEP_ROW.size)
+        self._box = BlackBox.private(capacity) if box is None else box
+        self._ring = self._box.steps
         self._num_rows = 0
+        self._num_submitted = 0
         self._flying: deque[_Flying] = deque()
         self._taken: list[tuple[StepOutput, _Flying, int, IdleTime]] = []
         self._has_work = False
@@ -164,6 +169,10 @@ class FlightRecorder:
         self._flying.append(
             _Flying(situation, self._work, self._ready, self._schedule, self._submit)
         )
+        # Steps are submitted in the order of their numbers, and the first is 0.
+        fields = (*situation, self._ready, self._schedule, self._submit)
+        self._box.submitted(self._num_submitted, fields, len(self._flying))
+        self._num_submitted += 1
 
     def turn_ended(self) -> None:
         """Write the rows of the steps that came back in this turn.
@@ -199,6 +208,7 @@ class FlightRecorder:
                 )
                 self._num_rows += 1
             self._taken.clear()
+            self._box.came_back(self._num_rows, len(self._flying))
 
     # Reading.
 
@@ -209,10 +219,8 @@ class FlightRecorder:
         count = max(0, self._num_rows - oldest)
         first = oldest % self._capacity * STEP_ROW.size
         wanted = count * STEP_ROW.size
-        return bytes(
-            self._ring[first : first + wanted]
-            + self._ring[: max(0, first + wanted - len(self._ring))]
-        )
+        rest = max(0, first + wanted - len(self._ring))
+        return bytes(self._ring[first : first + wanted]) + bytes(self._ring[:rest])
 
     def stats(self) -> dict[str, float]:
         """Return seconds since the start, and the number and device seconds of steps by kind."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
 from sidestep.ipc.processes.process import Child, kill_child, spawn
+from sidestep.ipc.transport.black_box import BlackBox, Recorded, new_memory
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
@@ -127,6 +129,7 @@ class EngineClient:
         self._on_workers = on_workers
         self._has_served = False
         self._core: Child | None = None
+        self._box: BlackBox | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
@@ -143,13 +146,37 @@ class EngineClient:
 
         again: what it needs to take the place of a core that has died.
         """
-        self._core = spawn(
+        memory = new_memory()
+        self._box = BlackBox.of_descriptor(os.dup(memory))
+        try:
+            self._core = self._spawn_core(memory, config, replica, again)
+        finally:
+            os.close(memory)
+
+    def _spawn_core(
+        self, memory: int, config: EngineConfig, replica: int, again: StartAgain | None
+    ) -> Child:
+        return spawn(
             "engine core",
             "sidestep.engine_core.entry:main",
-            CoreArgs(config=config, clients=(self._channel.address,), replica=replica, again=again),
+            CoreArgs(
+                config=config,
+                clients=(self._channel.address,),
+                replica=replica,
+                again=again,
+                black_box=memory,
+            ),
             log_config=config.logs,
             remove=(self._channel.address.folder,),
+            pass_fds=(memory,),
         )
+
+    def recorded(self) -> Recorded | None:
+        """Return what the core has noted, also after its death.
+
+        None for a core that another process started.
+        """
+        return None if self._box is None else self._box.read()
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Wait at most `timeout_s` seconds for the core to serve; None if it does not serve yet.

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.replicas.core_questions import CoreQuestions
+from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.dispatcher import Dispatcher
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.guests import Guests
@@ -38,6 +39,7 @@ from sidestep.ipc.common.errors import (
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import ClientAddress, Invitation
 from sidestep.ipc.processes.forking import Home
+from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
@@ -99,7 +101,9 @@ class ReplicaSet(CoreQuestions):
         }
         self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead, self._suspect)
         self._supervisor: Supervisor = (
-            OwnSupervisor(config, self, open_channel)
+            OwnSupervisor(
+                config, self, CrashFiles(config, lambda: outputs.deliveries), open_channel
+            )
             if line is None
             else GuestSupervisor(config, self, line)
         )
@@ -390,6 +394,10 @@ class ReplicaSet(CoreQuestions):
             self._retired.append(old)
         new = self._clients[replica] = self._make_client(replica, channel, client)
         return new
+
+    def recorded(self, replica: int) -> Recorded | None:
+        """Return what the present core of a replica has noted, also after its death."""
+        return self._clients[replica].recorded()
 
     def died(self, replica: int, death: Death) -> None:
         """Move the requests of a replica that has died, and have it started again if it may be.

@@ -16,12 +16,14 @@ from typing import Protocol
 
 import msgspec
 
+from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.probation.judge import Judge
 from sidestep.frontend.replicas.restart_budget import RestartBudget
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import OWNER, Seat, StartAgain
+from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import Answer, Ready, WorkersChanged
 from sidestep.ipc.transport.owner_line import (
@@ -54,6 +56,9 @@ class Host(Protocol):
 
     def attach_client(self, replica: int) -> None:
         """Bind a replica's new client to the event loop, if there is one."""
+
+    def recorded(self, replica: int) -> Recorded | None:
+        """Return what the core of a replica that has died has noted."""
 
     def died(self, replica: int, death: Death) -> None:
         """Take note of a replica's death."""
@@ -140,11 +145,13 @@ class OwnSupervisor(Supervisor):
         self,
         config: EngineConfig,
         host: Host,
+        crash_files: CrashFiles,
         open_channel: Callable[[], Channel] = FrontendChannel,
     ) -> None:
         """Start nothing yet."""
         self._config = config
         self._host = host
+        self._crash_files = crash_files
         self._budget = RestartBudget(config.frontend.restart_limit)
         self._open_channel = open_channel
         self._judge = Judge(host.take_decision, host.ask_idle)
@@ -155,7 +162,18 @@ class OwnSupervisor(Supervisor):
         """By replica: the weights of its last start."""
 
     def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
-        """Start a replica again, after a pause, unless its budget is spent."""
+        """Start a replica again, after a pause, unless its budget is spent.
+
+        Write its crash file first. The log names it, and no error does: clients elsewhere read
+        errors.
+        """
+        recorded = self._host.recorded(replica)
+        path = self._crash_files.write(replica, death.cause, death.origin, last, recorded)
+        if path is not None:
+            logger.error("replica %d: see sidestep trace --crash %s", replica, path)
+        return self._start(replica, death, last)
+
+    def _start(self, replica: int, death: Death, last: Ready | None) -> str | None:
         if death.is_final:
             return death.cause
         if replica in self._asleep:

@@ -96,3 +96,5 @@ class CoreArgs:
     """Index of the data-parallel replica that it is."""
     again: StartAgain | None = None
     """None at the replica's first start."""
+    black_box: int | None = None
+    """Descriptor of the memory for its notes; see ipc/transport/black_box.py."""

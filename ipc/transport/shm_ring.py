@@ -81,7 +81,7 @@ def create_ring(
     num_readers: int, num_slots: int = DEFAULT_SLOTS, slot_bytes: int = DEFAULT_SLOT_BYTES
 ) -> RingSpec:
     """Allocate the memory (untouched pages cost nothing) and the doorbells."""
-    memory = _unnamed_memory()
+    memory = unnamed_memory()
     os.ftruncate(memory, _size(num_readers, num_slots, slot_bytes))
     pipes = [os.pipe() for _ in range(num_readers)]
     for ends in pipes:
@@ -92,7 +92,7 @@ def create_ring(
     )
 
 
-def _unnamed_memory() -> int:
+def unnamed_memory() -> int:
     """Return the descriptor of an empty file without a name.
 
     memfd_create needs no room in /dev/shm, which containers keep small, and where writing beyond
