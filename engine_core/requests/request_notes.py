@@ -27,10 +27,14 @@ class RequestNotes:
         return f"RequestNotes({len(self)} requests, {len(self._entries)} choices)"
 
     def came(self, message: AddRequest) -> None:
-        """Note a new request, if there is room."""
-        if not self._free:
+        """Note a new request, if there is room.
+
+        A request that has waited for a call comes again when the call has ended.
+        """
+        handles = handles_of(message)
+        if not self._free or (message.client, handles[0]) in self._entries:
             return
-        handles, at = handles_of(message), self._free.pop()
+        at = self._free.pop()
         self._box.put_request(
             at,
             NotedRequest(

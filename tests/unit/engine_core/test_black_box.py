@@ -6,7 +6,8 @@ import msgspec
 
 from sidestep.engine_core.requests.request_notes import RequestNotes
 from sidestep.ipc.transport.black_box import BlackBox
-from sidestep.ipc.transport.messages import AbortRequests
+from sidestep.ipc.transport.messages import AbortRequests, CallWorkers
+from sidestep.ipc.transport.worker_calls import Sleep, WakeUp
 from tests.fakes import make_request
 from tests.unit.engine_core.test_core import make_core
 from tests.unit.engine_core.test_flight_recorder import Flight as Run
@@ -77,3 +78,21 @@ def test_requests_beyond_the_room_are_not_noted_and_change_nothing() -> None:
     for handle in range(4):
         notes.end(0, handle)
     assert box.read().requests == []
+
+
+def test_a_request_that_waits_for_a_call_has_one_entry() -> None:
+    core, executor, _ = make_core()
+    core.handle(CallWorkers(client=0, call_id=1, call=Sleep(level=1), wait_s=10.0))
+    core.handle(make_request([1, 2], 2, handle=1))
+    core.step()
+    executor.answer(0, {"freed_bytes": 1})
+    core.step()
+    core.handle(CallWorkers(client=0, call_id=2, call=WakeUp(), wait_s=10.0))
+    core.step()
+    assert len(core.notes) == 1
+    executor.answer(1, {})
+    for _ in range(9):
+        core.step()
+        if core.in_flight:
+            executor.finish_step()
+    assert core.recorder._box.read().requests == [] and len(core.notes) == 0

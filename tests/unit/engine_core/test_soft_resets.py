@@ -60,6 +60,27 @@ def test_lost_steps_are_recorded_without_tokens_and_time() -> None:
     assert all(record.start_ns == record.end_ns for record in records[1:3])
 
 
+def test_a_replica_that_dies_after_a_reset_leaves_notes_of_the_right_steps() -> None:
+    core, executor, clock = make_core()
+    clock.now = 5.0
+    core.handle(make_request([1, 2, 3], 9))
+    turn(core, executor)
+    core.step()
+    executor.fail_step()
+    turn(core, executor)
+    core.handle(make_request([4, 5], 9, handle=1))
+    turn(core, executor)
+    in_flight = [step.step_id for step in executor.submitted[-core.in_flight :]]
+    executor.fail_step()
+    with pytest.raises(EngineDeadError):
+        core.step()
+    core.take_started()
+    notes = core.recorder._box.read()
+    assert [step.step_id for step in notes.steps] == list(range(in_flight[0]))
+    assert [flight.step_id for flight in notes.flights] == in_flight
+    assert all(request.scheduled_ns is not None for request in notes.requests)
+
+
 @pytest.mark.parametrize(("good", "lives"), [(99, False), (100, True)])
 @pytest.mark.parametrize("cause", ["oom", "exception"])
 def test_two_failures_need_a_hundred_good_steps_between_them(
