@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 
-from sidestep.ipc.common.fault_plan import Fault
+from sidestep.ipc.common.fault_plan import Fault, FaultKind
 from sidestep.ipc.params.sampling_params import RequestOutputKind
 from tests.integration.faults.asks import Ask, Reference
 from tests.integration.faults.plans import POISON, Plan, poisoned
@@ -43,6 +43,7 @@ async def check(
     reference: Reference,
     asks: list[Ask],
     *,
+    kind: FaultKind = "die",
     process: Literal["worker", "core"] = "worker",
     num_frontends: int = 1,
     **options: Any,
@@ -59,7 +60,7 @@ async def check(
         },
         num_frontends=num_frontends,
         asks=asks,
-        faults=[Fault(kind="die", for_token=POISON, process=process)],
+        faults=[Fault(kind=kind, for_token=POISON, process=process)],
     )
     run = Run(plan, fake_model, reference)
     problems = await run.run()
@@ -83,6 +84,15 @@ async def test_the_other_replica_never_dies(fake_model: str, reference: Referenc
 async def test_a_poison_for_the_core_itself_ends_too(fake_model: str, reference: Reference) -> None:
     """Such a core cannot say what had begun."""
     await check(fake_model, reference, asks_of(24, (7,)), process="core", max_num_seqs=8)
+
+
+async def test_a_poison_that_hangs_its_worker_ends(fake_model: str, reference: Reference) -> None:
+    await check(fake_model, reference, asks_of(24, (7,)), kind="hang", stall_limit=1.0)
+
+
+async def test_a_poison_whose_steps_raise_ends(fake_model: str, reference: Reference) -> None:
+    """The first failure in each start is a soft reset, and the second one a death."""
+    await check(fake_model, reference, asks_of(24, (7,)), kind="raise")
 
 
 @pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}, {"max_num_seqs": 4}], ids=str)
