@@ -144,6 +144,8 @@ class Dispatcher:
         del self._serving[replica]
         if replica in self.router.loads:
             self.router.dead(replica)
+        else:
+            self.router.resume(replica)  # it may have stalled while it was kept for suspects
 
     def move(self, replica: int, *, holds: bool, has_told: bool) -> None:
         """Let other replicas continue the requests of one that has died, except for suspects.

@@ -463,8 +463,10 @@ class ReplicaSet(CoreQuestions):
         self._branch.take(decision)
 
     def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
-        """Ask a replica whether it has nothing to do."""
-        return self._clients[replica].ask_idle()
+        """Ask a replica whether it has nothing to do, and watch it: it may hang."""
+        answer = self._clients[replica].ask_idle()
+        self._suspect(replica)
+        return answer
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""

@@ -178,3 +178,27 @@ async def test_an_engine_without_requests_is_asked_nothing(
         channel.sent.clear()
     await asyncio.sleep(5 * stall_watch.TURN_S)
     assert not any(channel.sent for channel in channels)
+
+
+async def test_a_replica_that_stalls_and_dies_in_probation_is_chosen_when_it_serves_again(
+    llm: AsyncLLM,
+) -> None:
+    requests = llm._replicas._requests
+    requests.claim(0, ends_turn=False)
+    requests.router.suspend(0)
+    requests.lose(0)
+    requests.serves(0, 90)
+    assert set(requests.router.candidates) == {1, 2}
+    requests.claim(None, ends_turn=False)
+    assert set(requests.router.candidates) == {0, 1, 2}
+
+
+async def test_a_core_that_is_asked_whether_it_is_idle_is_watched(
+    llm: AsyncLLM, channels: list[FakeChannel]
+) -> None:
+    """A probation waits for the answer, and nothing else runs there."""
+    await turns()
+    llm._replicas.attach()
+    answer = llm._replicas.ask_idle(1)
+    assert [m.method for m in channels[1].sent if isinstance(m, Call)] == ["ping"]
+    assert (await answer).result == {"idle": 1.0}
