@@ -56,7 +56,9 @@ class FewConfigs:
 def few_configs(matrix: ExpertMatrix) -> FewConfigs:
     """Return the configurations for a few pairs. matrix: one of the products' matrices."""
     if matrix.groups is not None:
-        return FewConfigs(FewConfig(8, 512, stages=1), FewConfig(4, 512, stages=1))
+        # A thread sums 64 numbers at most; two of four bits are summed as one.
+        at_once = 512 if matrix.groups[0] in ("int4", "mxfp4") else 256
+        return FewConfigs(FewConfig(8, 512, stages=1), FewConfig(4, at_once, stages=1))
     return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1))
 
 

@@ -43,6 +43,7 @@ def runs_here(command: str) -> bool:
     return (
         "--url" not in command
         and "compile-kernels" not in command  # tests/triton/compiling runs it, which takes long
+        and "--crash" not in command  # tests/integration/recovery runs it, after a death
         and not is_server(command)
         and command not in of_sidestep("README.md")
     )

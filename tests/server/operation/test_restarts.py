@@ -93,7 +93,7 @@ def test_streams_go_on_after_a_process_of_the_engine_is_killed(
 def test_streams_go_on_after_a_process_of_the_engine_is_stopped(
     make_server: Make, options: list[str], victim: str
 ) -> None:
-    server = make_server("--max-num-seqs", "4", "--stall-limit", "2", *options, step_ms=5)
+    server = make_server("--max-num-seqs", "4", "--stall-limit", "6", *options, step_ms=5)
     prompts = [[i % 5 + 1] * 20 + [i] for i in range(6)]
     with ExitStack() as stack:
         streams = [stream_of(server, stack, prompt, 4 * COUNT) for prompt in prompts]
