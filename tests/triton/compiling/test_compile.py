@@ -50,7 +50,8 @@ PRODUCTS = {
 
 
 EXPERTS = {
-    "_route",
+    "_router_product",
+    "_choose_experts",
     "_expert_gate_up",
     "_expert_down",
     "_count_pairs",
