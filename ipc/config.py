@@ -26,6 +26,7 @@ from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.placement_config import PlacementConfig
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -66,6 +67,7 @@ class EngineConfig:
     frontend: FrontendConfig
     spec: ModelSpec
     """Contents of the model's config.json; its `path` is a local folder."""
+    placement: PlacementConfig = PlacementConfig()
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""

@@ -30,6 +30,7 @@ from sidestep.frontend.output.choices import Choices
 from sidestep.frontend.output.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.output.request_state import RequestState
+from sidestep.frontend.placement.make_placer import make_placer
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
@@ -39,7 +40,7 @@ from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
 from sidestep.ipc.processes.core_args import ClientAddress, Invitation
-from sidestep.ipc.transport.channels import new_address, remove_address
+from sidestep.ipc.transport.channels import remove_address
 from sidestep.ipc.transport.messages import AddRequest, pack_ids
 
 _GRACE_S = 0.25
@@ -63,13 +64,17 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
         self._config = config
         self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        channels, line = open_channels(config, invitation)
+        placer = make_placer(config)
+        if invitation is None:
+            placer.begin()
+        channels, line = open_channels(config, invitation, placer)
         self._replicas = ReplicaSet(
             config,
             self._outputs,
             channels,
             line=line,
             dead=invitation.dead if invitation is not None else None,
+            placer=placer,
         )
         self._home = self._replicas.home
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
@@ -123,6 +128,7 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
     async def invite(self) -> str:
         """Return a text with which one further program can `join` this engine."""
         await self._replicas.wait_serving()
+        new_address = self._replicas.placer.new_address
         addresses = {replica: new_address() for replica in self._replicas.alive}
         self._invited += addresses.values()
         return (await self._replicas.invite(addresses)).encode()

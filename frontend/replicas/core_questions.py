@@ -6,6 +6,7 @@ import abc
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from sidestep.frontend.placement.placer import PlacedCore
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.stall_watch import StallWatch
 from sidestep.ipc.common.errors import (
@@ -15,6 +16,7 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.processes.core_args import ClientAddress, Seat
+from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
@@ -31,6 +33,7 @@ class CoreQuestions(abc.ABC):
     _restarting: dict[int, str]
     _size: int
     _watch: StallWatch
+    _closed: bool
 
     @abc.abstractmethod
     def attach(self) -> None:
@@ -214,6 +217,27 @@ class CoreQuestions(abc.ABC):
             elif not isinstance(error, EngineDeadError):
                 raise error
         return found
+
+    def recorded(self, replica: int) -> Recorded | None:
+        """Return what the present core of a replica has noted, also after its death."""
+        return None if (core := self._core_of(replica)) is None else core.recorded()
+
+    def _core_of(self, replica: int) -> PlacedCore | None:
+        return self._clients[replica].core
+
+    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
+        """Ask a replica whether it has nothing to do, and watch it: it may hang."""
+        answer = self._clients[replica].ask_idle()
+        self._suspect(replica)
+        return answer
+
+    def _suspect(self, replica: int) -> None:
+        """Watch a replica whose core another frontend finds silent."""
+        if replica in self._alive and not self._closed:
+            self._watch.suspect(replica)
+
+    async def _connect(self, replica: int, address: ClientAddress) -> int:
+        return await self._clients[replica].connect(address)
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Let the replicas serve another frontend too, and return its seats.

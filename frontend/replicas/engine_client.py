@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStartError,
@@ -26,8 +26,6 @@ from sidestep.ipc.common.errors import (
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
-from sidestep.ipc.processes.process import Child, kill_child, spawn
-from sidestep.ipc.transport.black_box import BlackBox, Recorded, new_memory
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
@@ -128,8 +126,7 @@ class EngineClient:
         self._on_ready = on_ready
         self._on_workers = on_workers
         self._has_served = False
-        self._core: Child | None = None
-        self._box: BlackBox | None = None
+        self._core: PlacedCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
@@ -140,43 +137,25 @@ class EngineClient:
     # Starting and ending.
 
     def start_core(
-        self, config: EngineConfig, replica: int = 0, again: StartAgain | None = None
+        self,
+        placer: Placer,
+        config: EngineConfig,
+        replica: int = 0,
+        again: StartAgain | None = None,
     ) -> None:
-        """Start the core's process and return at once.
+        """Start the core and return at once.
 
-        again: what it needs to take the place of a core that has died.
+        again: what it needs to take the place of a core that has died. Raises OSError.
         """
-        memory = new_memory()
-        self._box = BlackBox.of_descriptor(os.dup(memory))
-        try:
-            self._core = self._spawn_core(memory, config, replica, again)
-        finally:
-            os.close(memory)
-
-    def _spawn_core(
-        self, memory: int, config: EngineConfig, replica: int, again: StartAgain | None
-    ) -> Child:
-        return spawn(
-            "engine core",
-            "sidestep.engine_core.entry:main",
-            CoreArgs(
-                config=config,
-                clients=(self._channel.address,),
-                replica=replica,
-                again=again,
-                black_box=memory,
-            ),
-            log_config=config.logs,
-            remove=(self._channel.address.folder,),
-            pass_fds=(memory,),
+        args = CoreArgs(
+            config=config, clients=(self._channel.address,), replica=replica, again=again
         )
+        self._core = placer.place(args)
 
-    def recorded(self) -> Recorded | None:
-        """Return what the core has noted, also after its death.
-
-        None for a core that another process started.
-        """
-        return None if self._box is None else self._box.read()
+    @property
+    def core(self) -> PlacedCore | None:
+        """The core that this frontend has started; None for another frontend's."""
+        return self._core
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Wait at most `timeout_s` seconds for the core to serve; None if it does not serve yet.
@@ -219,9 +198,7 @@ class EngineClient:
         """Kill a core that hangs, after its workers: it cannot end them. Only its owner can."""
         if self._core is None:
             return
-        for pid in ready.worker_pids:
-            kill_child(pid, self._core.pid)
-        self._core.kill()
+        self._core.kill(ready.worker_pids)
         self._on_readable()  # it may have said something before it hung
         self._die(cause, "stall")
 

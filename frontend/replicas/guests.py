@@ -16,7 +16,7 @@ from typing import Protocol
 
 from sidestep.ipc.common.errors import SidestepError
 from sidestep.ipc.processes.core_args import ClientAddress, Seat
-from sidestep.ipc.transport.channels import new_address, remove_address
+from sidestep.ipc.transport.channels import remove_address
 from sidestep.ipc.transport.owner_line import (
     Back,
     Down,
@@ -67,13 +67,16 @@ class Guests:
         alive: Callable[[], Iterable[int]],
         dead: Callable[[], Mapping[int, str]],
         suspect: Callable[[int], None],
+        new_address: Callable[[], ClientAddress],
     ) -> None:
         """Begin without guests.
 
         connect: lets the core of a replica serve a frontend at an address, and returns the
         frontend's number there. alive: the replicas that serve. dead: those that stay dead, each
         with the cause. suspect: called with a replica whose core does not answer a guest.
+        new_address: returns an address at which a guest can listen.
         """
+        self._new_address = new_address
         self._suspect = suspect
         self._connect = connect
         self._alive = alive
@@ -179,8 +182,8 @@ class Guests:
             task.add_done_callback(self._tasks.discard)
 
     async def _seat(self, guest: _Guest, replica: int) -> None:
-        address = guest.given[replica] = new_address()
         with suppress(SidestepError):  # the replica has died again: it gets a seat at the next one
+            address = guest.given[replica] = self._new_address()
             number = await self._connect(replica, address)
             if guest.given.get(replica) is address:
                 self._tell(guest, Back(Seat(replica, number, address)))

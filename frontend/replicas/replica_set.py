@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.placement.make_placer import make_placer
+from sidestep.frontend.placement.placer import Placer
 from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.dispatcher import Dispatcher
@@ -39,11 +41,9 @@ from sidestep.ipc.common.errors import (
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import ClientAddress, Invitation
 from sidestep.ipc.processes.forking import Home
-from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
-    Answer,
     Outputs,
     Ready,
 )
@@ -74,19 +74,21 @@ class ReplicaSet(CoreQuestions):
         *,
         line: GuestEnd | None = None,
         dead: Mapping[int, str] | None = None,
-        open_channel: Callable[[], Channel] = FrontendChannel,
+        placer: Placer | None = None,
+        open_channel: Callable[[], Channel] | None = None,
     ) -> None:
         """Make the clients of the replicas, without starting any.
 
         outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
         each with this frontend's number there. line: the line to the owner of the engine, if
         another frontend owns it. dead: the replicas that stay dead, each with the cause.
-        open_channel: makes the channel to a core that is started again.
+        placer: starts the cores. open_channel: makes the channel to a core that is started again.
         """
         self.home = Home()
         self._config = config
         self._outputs = outputs
         self._joins = line is not None
+        self.placer = placer if placer is not None else make_placer(config)
         self._size = config.parallel.data_parallel_size
         self._clients = {
             replica: self._make_client(replica, *channel) for replica, channel in channels.items()
@@ -99,10 +101,17 @@ class ReplicaSet(CoreQuestions):
             for replica in range(self._size)
             if replica not in channels and replica not in self._dead
         }
-        self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead, self._suspect)
+        new_address = self.placer.new_address
+        self._guests = Guests(
+            self._connect, lambda: self._alive, lambda: self._dead, self._suspect, new_address
+        )
         self._supervisor: Supervisor = (
             OwnSupervisor(
-                config, self, CrashFiles(config, lambda: outputs.deliveries), open_channel
+                config,
+                self,
+                CrashFiles(config, lambda: outputs.deliveries),
+                self.placer,
+                open_channel or (lambda: FrontendChannel(new_address())),
             )
             if line is None
             else GuestSupervisor(config, self, line)
@@ -122,7 +131,7 @@ class ReplicaSet(CoreQuestions):
             lambda: self._requests.busy,
             self._on_stall,
             lambda replica, cause: self._clients[replica].kill(self._ready[replica], cause),
-            CpuWorkers(self._ready).compute,
+            CpuWorkers(self._ready, self._core_of, config.placement.placer == "local").compute,
             0.0 if self._joins else config.frontend.stall_limit,
         )
 
@@ -147,7 +156,7 @@ class ReplicaSet(CoreQuestions):
     def start_cores(self) -> None:
         """Start all cores' processes and return at once."""
         for replica, client in self._clients.items():
-            client.start_core(self._config, replica)
+            client.start_core(self.placer, self._config, replica)
 
     def wait_ready(self) -> None:
         """Wait until all replicas serve.
@@ -209,6 +218,7 @@ class ReplicaSet(CoreQuestions):
             client.close()
         for client in self._clients.values():
             client.close()
+        self.placer.close()
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
@@ -292,9 +302,6 @@ class ReplicaSet(CoreQuestions):
         seats = await self.seats(addresses)
         line = self._guests.invite(seat.replica for seat in seats)
         return Invitation(seats, self._config, line, self._dead)
-
-    async def _connect(self, replica: int, address: ClientAddress) -> int:
-        return await self._clients[replica].connect(address)
 
     # Requests.
 
@@ -395,10 +402,6 @@ class ReplicaSet(CoreQuestions):
         new = self._clients[replica] = self._make_client(replica, channel, client)
         return new
 
-    def recorded(self, replica: int) -> Recorded | None:
-        """Return what the present core of a replica has noted, also after its death."""
-        return self._clients[replica].recorded()
-
     def died(self, replica: int, death: Death) -> None:
         """Move the requests of a replica that has died, and have it started again if it may be.
 
@@ -462,12 +465,6 @@ class ReplicaSet(CoreQuestions):
         """Carry out a decision about suspects, here and at the guests."""
         self._branch.take(decision)
 
-    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
-        """Ask a replica whether it has nothing to do, and watch it: it may hang."""
-        answer = self._clients[replica].ask_idle()
-        self._suspect(replica)
-        return answer
-
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""
         router = self._requests.router
@@ -479,11 +476,6 @@ class ReplicaSet(CoreQuestions):
             router.suspend(replica)
             if reason == SILENT:
                 self._supervisor.silent(replica)
-
-    def _suspect(self, replica: int) -> None:
-        """Watch a replica whose core another frontend finds silent."""
-        if replica in self._alive and not self._closed:
-            self._watch.suspect(replica)
 
     def _die(self) -> None:
         self._error = self._all_dead()

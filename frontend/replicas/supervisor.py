@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from sidestep.frontend.placement.placer import Placer
 from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.probation.judge import Judge
@@ -146,9 +147,11 @@ class OwnSupervisor(Supervisor):
         config: EngineConfig,
         host: Host,
         crash_files: CrashFiles,
-        open_channel: Callable[[], Channel] = FrontendChannel,
+        placer: Placer,
+        open_channel: Callable[[], Channel],
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet. open_channel: makes the channel to a core that is started again."""
+        self._placer = placer
         self._config = config
         self._host = host
         self._crash_files = crash_files
@@ -186,7 +189,9 @@ class OwnSupervisor(Supervisor):
         again = StartAgain(self._budget.total(replica), delay_s, pids)
         try:
             client = self._host.replace_client(replica, self._open_channel(), OWNER)
-            client.start_core(with_weights(self._config, self._weights), replica, again)
+            client.start_core(
+                self._placer, with_weights(self._config, self._weights), replica, again
+            )
         except OSError as error:  # no descriptor or no process can be had
             return f"{death.cause}; it cannot be started again: {error}"
         self._started_with[replica] = self._weights

@@ -149,6 +149,11 @@ ROUTERS: dict[str, str] = {
 }
 """Name -> router, which chooses the data-parallel replica that takes a request."""
 
+PLACERS: dict[str, str] = {
+    "local": "sidestep.frontend.placement.local:LocalPlacer",
+}
+"""Name -> placer, which starts the cores of replicas, here or on other hosts."""
+
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",
     "llama3_json": "sidestep.frontend.parsers.llama3_json:Llama3JsonToolParser",
