@@ -81,7 +81,7 @@ class CoreEnded(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=
     now_ns: int
     """The agent's monotonic time, of which the notes' times are."""
     notes: Recorded | None = None
-    """What the core had noted."""
+    """The notes of the core; None if it has not run."""
 
 
 FromNode = Hello | NodeBeat | CoreEnded
