@@ -20,9 +20,10 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.model.cache_groups import cache_groups
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import freeze_heap
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.channels import CoreChannel
 from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready
@@ -180,7 +181,8 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
 def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:
     """Connect another frontend, and tell it that the engine serves as soon as it listens."""
     try:
-        client = channel.connect(ClientAddress(message.to_core, message.from_core))
+        address = ClientAddress(message.to_core, message.from_core, message.server_key)
+        client = channel.connect(address)
     except Exception as error:
         return Answer(call_id=message.call_id, error=f"the engine cannot connect: {error}")
     channel.send(client, ready)

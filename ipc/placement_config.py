@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from sidestep.ipc.common.options import Options, option
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.options import Options, host_and_port, option, require
 from sidestep.ipc.common.registry import PLACERS
 
 
@@ -14,6 +16,44 @@ class PlacementConfig(Options):
 
     placer: str = option(
         "local",
-        "Where the processes of the replicas start: 'local' starts them on this machine.",
+        "Where the processes of the replicas start: 'local' starts them on this machine; 'join' "
+        "on the hosts that have joined by sidestep node.",
         choices=tuple(PLACERS),
     )
+    head_address: str | None = option(
+        None,
+        "With placer 'join': HOST:PORT at which this program listens for other hosts, and by which "
+        "they reach it. Port 0 takes a free one.",
+    )
+    invitation_file: str | None = option(
+        None,
+        "With placer 'join': file that this program writes for sidestep node, with the secret key "
+        "by which hosts join. Default: sidestep/invitation-PORT.json in XDG_STATE_HOME, else in "
+        "~/.local/state.",
+    )
+    placer_timeout: float = option(
+        300.0,
+        "With placer 'join': seconds that the replicas wait at the start for hosts with room.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            0 < self.placer_timeout < math.inf,
+            "placer_timeout",
+            f"must be a number of seconds above 0, not {self.placer_timeout!r}",
+        )
+        is_join = self.placer == "join"
+        for name in ("head_address", "invitation_file"):
+            has_meaning = is_join or getattr(self, name) is None
+            require(has_meaning, name, f"has no meaning with placer {self.placer!r}")
+        if self.head_address is not None:
+            try:
+                host_and_port(self.head_address)
+            except ValueError as error:
+                raise ValidationError("head_address", str(error)) from None
+        require(
+            not is_join or self.head_address is not None,
+            "head_address",
+            "must be given with placer 'join': the HOST:PORT by which other hosts reach this one",
+        )

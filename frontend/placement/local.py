@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sidestep.frontend.placement.placer import HostStatus, PlacedCore, Placer
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import Child, kill_child, spawn
+from sidestep.ipc.transport.addresses import ClientAddress, new_address
 from sidestep.ipc.transport.black_box import BlackBox, Recorded, new_memory
-from sidestep.ipc.transport.channels import new_address
 
 
 class LocalCore(PlacedCore):
@@ -80,10 +80,13 @@ class LocalCore(PlacedCore):
         return self._use.has_grown()
 
 
-def start_core(args: CoreArgs, *, remove: Sequence[str] = ()) -> LocalCore:
+def start_core(
+    args: CoreArgs, *, remove: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> LocalCore:
     """Start a core as a child process. Raises OSError.
 
-    remove: folders that this process removes itself, and the child if this process cannot.
+    remove: folders that this process removes itself, and the child if this process cannot. env:
+    variables that are added to the environment.
     """
     memory = new_memory()
     try:
@@ -94,6 +97,7 @@ def start_core(args: CoreArgs, *, remove: Sequence[str] = ()) -> LocalCore:
             replace(args, black_box=memory),
             log_config=args.config.logs,
             remove=remove,
+            env=env,
             pass_fds=(memory,),
         )
     finally:
@@ -113,7 +117,8 @@ class LocalPlacer(Placer):
 
     def place(self, args: CoreArgs) -> PlacedCore:
         """Start a core as a child process."""
-        return start_core(args, remove=[client.folder for client in args.clients])
+        folders = [folder for client in args.clients for folder in client.folders]
+        return start_core(args, remove=folders)
 
     @property
     def hosts(self) -> list[HostStatus]:

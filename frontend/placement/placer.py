@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
+from sidestep.ipc.processes.core_args import CoreArgs
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import Recorded
 
 

@@ -15,7 +15,8 @@ from sidestep.ipc.common.errors import (
     ValidationError,
     WorkerCallError,
 )
-from sidestep.ipc.processes.core_args import ClientAddress, Seat
+from sidestep.ipc.processes.core_args import Seat
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult

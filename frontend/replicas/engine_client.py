@@ -24,8 +24,9 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
+from sidestep.ipc.processes.core_args import OWNER, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
@@ -48,8 +49,9 @@ _JOIN_S = 60.0
 """Seconds that a core may take to answer a frontend that joins."""
 
 
-Origin = Literal["core", "worker", "stall", "message", "start"]
-"""Where a death began: in a process, with one that hung, with a message, or before the core served.
+Origin = Literal["core", "worker", "stall", "message", "start", "host"]
+"""Where a death began: in a process, with one that hung, with a message, before the core served, or
+with the end of a whole host.
 """
 
 
@@ -148,7 +150,7 @@ class EngineClient:
         again: what it needs to take the place of a core that has died. Raises OSError.
         """
         args = CoreArgs(
-            config=config, clients=(self._channel.address,), replica=replica, again=again
+            config=config, clients=(self._channel.address.for_core,), replica=replica, again=again
         )
         self._core = placer.place(args)
 
@@ -251,9 +253,8 @@ class EngineClient:
         loop.add_reader(self._channel.fileno(), self._on_readable)
         if self._core is not None:
             self._core.on_death(lambda cause: self._tell_loop(loop, cause))
-        else:  # not our child: its end is seen by its connection
-            loop.add_reader(self._channel.gone_fileno(), self._on_gone)
-            loop.call_soon(self._on_gone)
+        loop.add_reader(self._channel.gone_fileno(), self._on_gone)
+        loop.call_soon(self._on_gone)
         # The descriptor signals only changes: messages that came earlier must be read now.
         loop.call_soon(self._on_readable)
 
@@ -315,6 +316,7 @@ class EngineClient:
                 call_id=call_id,
                 to_core=address.to_core,
                 from_core=address.from_core,
+                server_key=address.server_key,
             ),
             None,
         )
@@ -413,7 +415,11 @@ class EngineClient:
             self.close()
 
     def _on_gone(self) -> None:
-        if not self._closed and self._channel.core_is_gone():
+        if self._closed or not self._channel.core_is_gone():
+            return
+        if self._core is not None:
+            self._core.link_ended()  # its placer knows more, and reports it
+        else:
             self._core_ended("the engine core has ended")
 
     def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
@@ -425,7 +431,8 @@ class EngineClient:
 
     def _core_ended(self, cause: str) -> None:
         self._on_readable()  # its last messages have more details than its exit status
-        self._die(cause, "core")
+        is_of_host = self._core is not None and self._core.end_is_of_host
+        self._die(cause, "host" if is_of_host else "core")
 
     def _die(
         self, cause: str, origin: Origin, is_final: bool = False, is_told: bool = False
@@ -434,5 +441,5 @@ class EngineClient:
             return
         self._dead_error = EngineDeadError(cause)
         self.fail_calls(self._dead_error)
-        origin = origin if self._has_served else "start"
+        origin = origin if self._has_served or origin == "host" else "start"
         self._on_death(Death(cause, origin, is_final, is_told))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sidestep.ipc.common.errors import SidestepError
-from sidestep.ipc.processes.core_args import ClientAddress, Seat
-from sidestep.ipc.transport.channels import remove_address
+from sidestep.ipc.processes.core_args import Seat
+from sidestep.ipc.transport.addresses import ClientAddress, remove_address
 from sidestep.ipc.transport.owner_line import (
     Back,
     Down,

@@ -39,8 +39,9 @@ from sidestep.ipc.common.errors import (
     SidestepError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, Invitation
+from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.processes.forking import Home
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
@@ -154,7 +155,8 @@ class ReplicaSet(CoreQuestions):
     # Starting and ending.
 
     def start_cores(self) -> None:
-        """Start all cores' processes and return at once."""
+        """Start all cores' processes and return at once. Raises EngineStartError."""
+        self.placer.begin()
         for replica, client in self._clients.items():
             client.start_core(self.placer, self._config, replica)
 

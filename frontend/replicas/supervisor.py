@@ -181,7 +181,7 @@ class OwnSupervisor(Supervisor):
             return death.cause
         if replica in self._asleep:
             return f"{death.cause}; it slept, and what sleeps is not started again"
-        is_free = self._judge.is_free(replica)
+        is_free = death.origin == "host" or self._judge.is_free(replica)
         delay_s = self._budget.take_free(replica) if is_free else self._budget.take(replica)
         if delay_s is None:
             return death.cause + self._budget.spent(replica)
@@ -199,8 +199,8 @@ class OwnSupervisor(Supervisor):
         return None
 
     def has_judge(self, death: Death) -> bool:
-        """Return True: this frontend decides."""
-        return True
+        """Return whether a request may be the cause: it does not end a whole host."""
+        return death.origin != "host"
 
     def moved(self, replica: int, cause: str, *, returns: bool) -> None:
         """Let the suspects run in probation."""

@@ -150,6 +150,7 @@ ROUTERS: dict[str, str] = {
 """Name -> router, which chooses the data-parallel replica that takes a request."""
 
 PLACERS: dict[str, str] = {
+    "join": "sidestep.frontend.placement.join:JoinPlacer",
     "local": "sidestep.frontend.placement.local:LocalPlacer",
 }
 """Name -> placer, which starts the cores of replicas, here or on other hosts."""

@@ -10,22 +10,10 @@ import msgspec
 
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.transport.addresses import ClientAddress
 
 OWNER = 0
 """Number, at its core, of the frontend that starts the core; other frontends join."""
-
-
-@dataclass(frozen=True)
-class ClientAddress:
-    """The addresses at which one frontend listens: it binds both ends, the core connects."""
-
-    to_core: str
-    from_core: str
-
-    @property
-    def folder(self) -> str:
-        """The folder that holds the socket files, and nothing else."""
-        return os.path.dirname(self.to_core.removeprefix("ipc://"))
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,8 @@ class Invitation:
     @property
     def folders(self) -> list[str]:
         """The folders of the socket files, which are gone once the program has joined."""
-        return [os.path.dirname(self.line), *(seat.address.folder for seat in self.seats)]
+        folders = [folder for seat in self.seats for folder in seat.address.folders]
+        return [os.path.dirname(self.line), *folders]
 
     def encode(self) -> str:
         """Return the invitation as JSON."""
@@ -96,5 +85,7 @@ class CoreArgs:
     """Index of the data-parallel replica that it is."""
     again: StartAgain | None = None
     """None at the replica's first start."""
+    owns_visible_gpus: bool = False
+    """Whether the GPUs that this process sees are this replica's alone, and numbered from 0."""
     black_box: int | None = None
     """Descriptor of the memory for its notes; see ipc/transport/black_box.py."""

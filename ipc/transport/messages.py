@@ -103,6 +103,8 @@ class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     call_id: int
     to_core: str
     from_core: str
+    server_key: str | None = None
+    """The public key of the frontend's ports; None for socket files."""
 
 
 class CallWorkers(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.frontend_config import FrontendConfig
-from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     AbortRequests,

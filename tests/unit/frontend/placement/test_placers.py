@@ -14,8 +14,10 @@ from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.ipc.common import registry
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import CoreArgs
-from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel, remove_address
+from sidestep.ipc.transport.addresses import remove_address
+from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel
 from sidestep.ipc.transport.messages import Answer, Call, Ready
+from tests.unit.frontend.placement.hosts import joined
 
 LIMIT_S = 60.0
 
@@ -29,7 +31,14 @@ def local() -> Iterator[Placer]:
     placer.close()
 
 
-BEGINNINGS: dict[str, Callable[[], AbstractContextManager[Placer]]] = {"local": local}
+@contextmanager
+def join() -> Iterator[Placer]:
+    """Begin the placer of hosts that join, and one such host."""
+    with joined("127.0.0.2") as (placer, _):
+        yield placer
+
+
+BEGINNINGS: dict[str, Callable[[], AbstractContextManager[Placer]]] = {"join": join, "local": local}
 """For each placer: begins it with a host that has room for one core."""
 
 
@@ -53,7 +62,7 @@ def channel(placer: Placer) -> Iterator[FrontendChannel]:
 
 def start(placer: Placer, channel: FrontendChannel) -> tuple[PlacedCore, Ready]:
     """Return a core that serves, and its first message."""
-    core = placer.place(CoreArgs(config=placer.config, clients=(channel.address,)))
+    core = placer.place(CoreArgs(config=placer.config, clients=(channel.address.for_core,)))
     ready = channel.wait_message(LIMIT_S)
     assert isinstance(ready, Ready)
     channel.seal()
@@ -96,7 +105,7 @@ def test_a_core_that_is_let_go_ends_without_a_death(
 
 
 def test_a_core_that_cannot_start_says_why(placer: Placer, channel: FrontendChannel) -> None:
-    refused = CoreArgs(config=placer.config, clients=(channel.address,), replica=0)
+    refused = CoreArgs(config=placer.config, clients=(channel.address.for_core,), replica=0)
     core = placer.place(refused)
     core.stop()
     assert core.wait(0)

@@ -6,6 +6,7 @@ carries out orders, and reports ends. Messages are msgspec structs, tagged and a
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Self
 
 import msgspec
@@ -18,6 +19,11 @@ BEAT_S = 1.0
 """Seconds between two heartbeats, which go both ways."""
 MOST_MISSES = 3
 """Heartbeats in a row that may be missing; after that the other side has gone."""
+
+
+def own_version() -> str:
+    """Return the version of Sidestep that runs here."""
+    return metadata.version("sidestep")
 
 
 class NodeInvitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,9 +63,8 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True
     num_cores: int
     gpus: list[str]
     """The GPUs that it offers, as names for CUDA_VISIBLE_DEVICES."""
-    max_ranks: int
-    """Most ranks that it takes at once."""
-    labels: dict[str, str] = {}
+    max_replicas: int
+    """Most cores that it takes at once."""
 
 
 class NodeBeat(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -97,10 +102,11 @@ class HeadBeat(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=T
     """The head's monotonic time."""
 
 
-class Refuse(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
-    """The head cannot use this host; the agent ends."""
+class Leave(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """The head needs this host no more, or cannot use it; the agent ends."""
 
     reason: str
+    is_error: bool
 
 
 class StartCore(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -129,7 +135,7 @@ class WatchWorkers(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_on
     worker_pids: list[int]
 
 
-ToNode = HeadBeat | Refuse | StartCore | EndCore | WatchWorkers
+ToNode = HeadBeat | Leave | StartCore | EndCore | WatchWorkers
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)

@@ -1,0 +1,53 @@
+"""The options of `sidestep node`, declared in one module like those of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sidestep.ipc.common.errors import ValidationError
+from sidestep.ipc.common.options import Options, host_and_port, option, require, require_positive
+
+
+@dataclass(frozen=True)
+class NodeOptions(Options):
+    """A host that joins an engine by `sidestep node`.
+
+    Raises ValidationError, which names the option.
+    """
+
+    head: str | None = option(
+        None, "HOST:PORT of the engine's program: its --head-address. It must be given."
+    )
+    invitation: str | None = option(
+        None,
+        "The file that the engine's program writes (--invitation-file); it may come later. "
+        "Default: sidestep/invitation-PORT.json in XDG_STATE_HOME, else in ~/.local/state.",
+    )
+    name: str | None = option(None, "Name of this host. Default: the machine's.")
+    address: str | None = option(
+        None,
+        "Address by which other hosts reach this one. Default: that of the way to the head.",
+    )
+    gpus: list[str] | None = option(
+        None,
+        "GPUs to offer, as names for CUDA_VISIBLE_DEVICES. Default: all that are visible.",
+    )
+    max_replicas: int | None = option(
+        None, "Most replicas at once. Default: one for each GPU, and one without GPUs."
+    )
+    wait: float = option(300.0, "Seconds to wait for the head at the start.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive(self, "max_replicas")
+        require(self.wait >= 0, "wait", f"must be at least 0, not {self.wait!r}")
+        require(self.head is not None, "head", "must be given: HOST:PORT of the engine's program")
+        try:
+            host_and_port(self.head or "")
+        except ValueError as error:
+            raise ValidationError("head", str(error)) from None
+
+    @property
+    def head_place(self) -> tuple[str, int]:
+        """The host and the port of the head."""
+        return host_and_port(self.head or "")
