@@ -20,10 +20,10 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.model.cache_groups import cache_groups
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import freeze_heap
-from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.channels import CoreChannel
 from sidestep.ipc.transport.messages import Answer, Connect, Dead, Ready

@@ -39,8 +39,8 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
+from sidestep.ipc.processes.addresses import ClientAddress, remove_address
 from sidestep.ipc.processes.core_args import Invitation
-from sidestep.ipc.transport.addresses import ClientAddress, remove_address
 from sidestep.ipc.transport.messages import AddRequest, pack_ids
 
 _GRACE_S = 0.25

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from sidestep.frontend.placement.placer import HostStatus
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
@@ -166,6 +167,19 @@ class EngineView:
     def replicas(self) -> list[ReplicaStatus]:
         """The data-parallel replicas, which of them live, and the causes of the others' deaths."""
         return self._replicas.replicas
+
+    @property
+    def hosts(self) -> list[HostStatus]:
+        """The other hosts that have joined, each with its replicas; none with placer 'local'.
+
+        A frontend that has joined the engine sees none.
+        """
+        return self._replicas.placer.hosts
+
+    @property
+    def num_refused_peers(self) -> int:
+        """Peers without a key that have been refused at this frontend's ports."""
+        return self._replicas.num_refused
 
     @property
     def max_model_len(self) -> int:

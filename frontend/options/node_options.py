@@ -16,7 +16,9 @@ class NodeOptions(Options):
     """
 
     head: str | None = option(
-        None, "HOST:PORT of the engine's program: its --head-address. It must be given."
+        None,
+        "HOST:PORT of the engine's program: its --head-address. Default: the one in the "
+        "invitation.",
     )
     invitation: str | None = option(
         None,
@@ -41,13 +43,13 @@ class NodeOptions(Options):
         super().__post_init__()
         require_positive(self, "max_replicas")
         require(self.wait >= 0, "wait", f"must be at least 0, not {self.wait!r}")
-        require(self.head is not None, "head", "must be given: HOST:PORT of the engine's program")
-        try:
-            host_and_port(self.head or "")
-        except ValueError as error:
-            raise ValidationError("head", str(error)) from None
-
-    @property
-    def head_place(self) -> tuple[str, int]:
-        """The host and the port of the head."""
-        return host_and_port(self.head or "")
+        require(
+            self.head is not None or self.invitation is not None,
+            "head",
+            "must be given, or else the invitation",
+        )
+        if self.head is not None:
+            try:
+                host_and_port(self.head)
+            except ValueError as error:
+                raise ValidationError("head", str(error)) from None

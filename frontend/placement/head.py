@@ -25,7 +25,6 @@ from sidestep.frontend.placement.placer import HostStatus
 from sidestep.frontend.placement.remote_core import RemoteCore
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.options import host_and_port
-from sidestep.ipc.hosts.clocks import moved_notes
 from sidestep.ipc.hosts.node_messages import (
     BEAT_S,
     MOST_MISSES,
@@ -44,10 +43,11 @@ from sidestep.ipc.hosts.node_messages import (
     encode_node_message,
     own_version,
 )
+from sidestep.ipc.processes.addresses import tcp_address, with_port
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
 from sidestep.ipc.transport import curve
-from sidestep.ipc.transport.addresses import tcp_address, with_port
+from sidestep.ipc.transport.clocks import moved_notes
 from sidestep.ipc.transport.ends import RemoteEnds
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.config import EngineConfig, state_folder_of_environment
 from sidestep.ipc.hosts.node_messages import NodeInvitation
+from sidestep.ipc.processes.addresses import ClientAddress, new_remote_address
 from sidestep.ipc.processes.core_args import CoreArgs
-from sidestep.ipc.transport.addresses import ClientAddress, new_remote_address
 
 logger = logging.getLogger(__name__)
 

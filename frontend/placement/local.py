@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from sidestep.frontend.placement.placer import HostStatus, PlacedCore, Placer
+from sidestep.ipc.processes.addresses import ClientAddress, new_address
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import Child, kill_child, spawn
-from sidestep.ipc.transport.addresses import ClientAddress, new_address
 from sidestep.ipc.transport.black_box import BlackBox, Recorded, new_memory
 
 
@@ -124,6 +124,11 @@ class LocalPlacer(Placer):
     def hosts(self) -> list[HostStatus]:
         """None: there is no other host."""
         return []
+
+    @property
+    def num_refused(self) -> int:
+        """0: it listens nowhere."""
+        return 0
 
     def close(self) -> None:
         """Do nothing."""

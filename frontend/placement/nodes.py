@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sidestep.frontend.placement.remote_core import RemoteCore
-from sidestep.ipc.hosts.clocks import ClockOffset
 from sidestep.ipc.hosts.node_messages import Hello
+from sidestep.ipc.transport.clocks import ClockOffset
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Node:
 def choose_node(nodes: Iterable[Node], core: RemoteCore) -> Node | None:
     """Return the host for a core: the one with the fewest cores of those with room.
 
-    Of equals the first that has joined. None if no host has room.
+    The first to join comes before equals. None if no host has room.
     """
     fitting = [node for node in nodes if node.has_room(core)]
     return min(fitting, key=lambda node: len(node.cores), default=None)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import CoreArgs
-from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import Recorded
 
 
@@ -121,6 +121,11 @@ class Placer(abc.ABC):
     @abc.abstractmethod
     def hosts(self) -> list[HostStatus]:
         """The hosts that it uses now besides this machine."""
+
+    @property
+    @abc.abstractmethod
+    def num_refused(self) -> int:
+        """Peers without a key that have been refused where it listens."""
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -54,7 +54,7 @@ class RemoteCore(PlacedCore):
         state = self._cause if self._ended.is_set() else self._host or "waiting"
         return f"RemoteCore({self.number}, replica={self.args.replica}, {state})"
 
-    # What the head's thread reports.
+    # Reports of the head's thread.
 
     def went_to(self, host: str) -> None:
         """Take note of the host that starts it."""

@@ -6,7 +6,7 @@ import abc
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from sidestep.frontend.placement.placer import PlacedCore
+from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.stall_watch import StallWatch
 from sidestep.ipc.common.errors import (
@@ -15,8 +15,8 @@ from sidestep.ipc.common.errors import (
     ValidationError,
     WorkerCallError,
 )
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import Seat
-from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
@@ -35,6 +35,7 @@ class CoreQuestions(abc.ABC):
     _size: int
     _watch: StallWatch
     _closed: bool
+    placer: Placer
 
     @abc.abstractmethod
     def attach(self) -> None:
@@ -218,6 +219,11 @@ class CoreQuestions(abc.ABC):
             elif not isinstance(error, EngineDeadError):
                 raise error
         return found
+
+    @property
+    def num_refused(self) -> int:
+        """Peers without a key that have been refused at this frontend's ports."""
+        return self.placer.num_refused + sum(c.num_refused for c in self._clients.values())
 
     def recorded(self, replica: int) -> Recorded | None:
         """Return what the present core of a replica has noted, also after its death."""

@@ -24,9 +24,9 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import OWNER, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
-from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     Answer,
@@ -73,6 +73,10 @@ class Channel(Protocol):
     """
 
     address: ClientAddress
+
+    @property
+    def num_refused(self) -> int:
+        """Strangers that have been refused at its ports."""
 
     def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         """Return the next message, or None after `timeout_s` seconds without one."""
@@ -153,6 +157,11 @@ class EngineClient:
             config=config, clients=(self._channel.address.for_core,), replica=replica, again=again
         )
         self._core = placer.place(args)
+
+    @property
+    def num_refused(self) -> int:
+        """Peers without a key that have been refused at the channel's ports."""
+        return self._channel.num_refused
 
     @property
     def core(self) -> PlacedCore | None:

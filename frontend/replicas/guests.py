@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sidestep.ipc.common.errors import SidestepError
+from sidestep.ipc.processes.addresses import ClientAddress, remove_address
 from sidestep.ipc.processes.core_args import Seat
-from sidestep.ipc.transport.addresses import ClientAddress, remove_address
 from sidestep.ipc.transport.owner_line import (
     Back,
     Down,
@@ -107,10 +107,10 @@ class Guests:
         self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
         return guest.end.path
 
-    def down(self, replica: int, cause: str) -> None:
+    def down(self, replica: int, cause: str, *, of_host: bool) -> None:
         """Tell all that a replica has died and is being started again."""
         self._forget_seats(replica)
-        self.tell_all(Down(replica, cause))
+        self.tell_all(Down(replica, cause, of_host))
 
     def lost(self, replica: int, cause: str) -> None:
         """Tell all that a replica stays dead."""

@@ -39,9 +39,9 @@ from sidestep.ipc.common.errors import (
     SidestepError,
 )
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.processes.forking import Home
-from sidestep.ipc.transport.addresses import ClientAddress
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
@@ -425,7 +425,7 @@ class ReplicaSet(CoreQuestions):
             return
         self.counts.restarts[death.origin] += not self._joins
         logger.error("%s; it is being started again", self.named(replica, death.cause))
-        self._guests.down(replica, death.cause)
+        self._guests.down(replica, death.cause, of_host=death.origin == "host")
         self._move_all(replica, death, returns=True)
 
     def lost(self, replica: int, cause: str, death: Death | None = None) -> None:
@@ -456,8 +456,10 @@ class ReplicaSet(CoreQuestions):
     def _move_all(self, replica: int, death: Death, *, returns: bool) -> None:
         if self._dispatcher is not None:
             holds = self._supervisor.has_judge(death)
-            self._dispatcher.move(replica, holds=holds, has_told=death.is_told)
-            self._supervisor.moved(replica, self.named(replica, death.cause), returns=returns)
+            of_host = death.origin == "host"
+            self._dispatcher.move(replica, holds=holds, has_told=death.is_told, adds=not of_host)
+            cause = self.named(replica, death.cause)
+            self._supervisor.moved(replica, cause, returns=returns, of_host=of_host)
 
     def may_hear_of(self, replica: int) -> bool:
         """Return whether messages of a replica may still come."""

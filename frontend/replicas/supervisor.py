@@ -96,10 +96,10 @@ class Supervisor(abc.ABC):
         """Return whether suspects of a death will get their turns."""
 
     @abc.abstractmethod
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Take note that the requests of a replica that has died have moved, or are held.
 
-        returns: whether the replica is being started again.
+        returns: whether the replica is being started again. of_host: whether its host has gone.
         """
 
     @abc.abstractmethod
@@ -199,12 +199,12 @@ class OwnSupervisor(Supervisor):
         return None
 
     def has_judge(self, death: Death) -> bool:
-        """Return whether a request may be the cause: it does not end a whole host."""
-        return death.origin != "host"
+        """Return True: this frontend decides."""
+        return True
 
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Let the suspects run in probation."""
-        self._judge.died(replica, cause, returns=returns)
+        self._judge.died(replica, cause, returns=returns, of_host=of_host)
 
     def serves(self, replicas: Iterable[int]) -> None:
         """Let suspects run there, if it is their turn."""
@@ -288,7 +288,7 @@ class GuestSupervisor(Supervisor):
         """Return whether the owner lives and knows of the death."""
         return self._line.is_open and death.origin != "message"
 
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Go on with the owner's news, which may have waited for this."""
         if self._news and self._loop is not None:
             self._loop.call_soon(self._use_news)
@@ -327,7 +327,7 @@ class GuestSupervisor(Supervisor):
 
     def _use(self, news: News) -> None:
         if isinstance(news, Down):
-            self._host.died(news.replica, Death(news.cause))
+            self._host.died(news.replica, Death(news.cause, "host" if news.of_host else "core"))
         elif isinstance(news, Lost):
             self._host.lost(news.replica, news.cause)
         elif isinstance(news, Back):

@@ -10,7 +10,7 @@ import msgspec
 
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.transport.addresses import ClientAddress
+from sidestep.ipc.processes.addresses import ClientAddress
 
 OWNER = 0
 """Number, at its core, of the frontend that starts the core; other frontends join."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import zmq
 
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.hosts.clocks import moved_to_core, moved_to_frontend
+from sidestep.ipc.processes.addresses import ClientAddress, new_address, remove_address
 from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
 from sidestep.ipc.transport import curve
-from sidestep.ipc.transport.addresses import ClientAddress, new_address, remove_address
+from sidestep.ipc.transport.clocks import moved_to_core, moved_to_frontend
 from sidestep.ipc.transport.ends import EndWatch, LocalEnds, RemoteEnds
 from sidestep.ipc.transport.envelope import Refused, open_sealed, seal
 from sidestep.ipc.transport.messages import ToCore, ToFrontend, decode_to_frontend, encode
@@ -77,7 +77,9 @@ class FrontendChannel:
         self._is_ours = True
         self._gone = _watch(self._in, self._out, is_remote=self.address.is_remote)
         try:
-            if (keys := self.address.keys) is not None:
+            if self.address.server_key is not None:
+                assert self.address.secret_key is not None, "it is an address for a core"
+                keys = curve.CurveKeys(self.address.server_key, self.address.secret_key)
                 for socket in (self._out, self._in):
                     curve.listen(socket, keys)
             self._out.bind(self.address.to_core)

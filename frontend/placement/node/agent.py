@@ -42,10 +42,10 @@ from sidestep.ipc.hosts.node_messages import (
     encode_node_message,
     own_version,
 )
+from sidestep.ipc.processes.addresses import tcp_address
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.process import decode_args
 from sidestep.ipc.transport import curve
-from sidestep.ipc.transport.addresses import tcp_address
 from sidestep.ipc.transport.curve import PeerWatch
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,10 @@ from sidestep.frontend.placement.node.node_args import NodeArgs
 from sidestep.frontend.planning.machine import gpu_indices
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.logs import own_process
+from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.config import visible_gpus_of_environment
 from sidestep.ipc.hosts.node_messages import NodeInvitation
-from sidestep.ipc.transport.addresses import with_port
+from sidestep.ipc.processes.addresses import with_port
 
 _LOOK_S = 0.2
 """Seconds between two looks for the invitation's file, and for the head's name."""
@@ -33,9 +34,8 @@ def run_node(parsed: argparse.Namespace) -> int:
     own_process()
     signal.signal(signal.SIGTERM, _leave)
     until = time.monotonic() + options.wait
-    host, port = options.head_place
-    path = invitation_path(with_port(host, port), options.invitation)
-    invitation = _read(path, until)
+    invitation = _read(invitation_path(options.head or "", options.invitation), until)
+    host, port = host_and_port(options.head or invitation.head)
     gpus = tuple(visible_gpus() if options.gpus is None else options.gpus)
     head = with_port(_found(host, until), port)
     agent = Agent(

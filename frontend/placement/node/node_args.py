@@ -1,4 +1,4 @@
-"""What an agent is started with."""
+"""The arguments of an agent."""
 
 from __future__ import annotations
 

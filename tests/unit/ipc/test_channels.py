@@ -9,7 +9,7 @@ import select
 import pytest
 import zmq
 
-from sidestep.ipc.transport.addresses import ClientAddress, new_address
+from sidestep.ipc.processes.addresses import ClientAddress, new_address
 from sidestep.ipc.transport.channels import Broken, CoreChannel, FrontendChannel
 from sidestep.ipc.transport.envelope import Refused
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, ToCore

@@ -13,8 +13,8 @@ from sidestep.frontend.placement.make_placer import make_placer
 from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.ipc.common import registry
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.addresses import remove_address
 from sidestep.ipc.processes.core_args import CoreArgs
-from sidestep.ipc.transport.addresses import remove_address
 from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel
 from sidestep.ipc.transport.messages import Answer, Call, Ready
 from tests.unit.frontend.placement.hosts import joined

@@ -1,8 +1,8 @@
 """The addresses at which frontends listen for cores: socket files, or TCP ports with keys.
 
 An address is made before anything listens there, so it can be given to a core and to a frontend in
-any order. Nobody else can take it: the folder of the files is private, and a socket keeps each port
-until the address is removed.
+any order. No other program can take it: the folder of the files is private, and a socket keeps each
+port until the address is removed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import uuid
 from dataclasses import dataclass, replace
 from typing import Self
 
+import zmq
+
 from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.processes.forking import keep_from_children
-from sidestep.ipc.transport.curve import CurveKeys, fresh_keys
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,6 @@ class ClientAddress:
     def for_core(self) -> Self:
         """The part of the address that a core may know."""
         return replace(self, secret_key=None)
-
-    @property
-    def keys(self) -> CurveKeys | None:
-        """The keys of the frontend that listens; None for socket files."""
-        if self.server_key is None or self.secret_key is None:
-            return None
-        return CurveKeys(self.server_key, self.secret_key)
 
     @property
     def folders(self) -> list[str]:
@@ -112,9 +106,10 @@ def new_remote_address(host: str) -> ClientAddress:
 
     host: the numeric address by which cores reach this machine. Raises OSError.
     """
-    reserved, keys = _Reserved(host), fresh_keys()
+    reserved = _Reserved(host)
+    public, secret = (key.decode() for key in zmq.curve_keypair())
     to_core, from_core = (tcp_address(host, port) for port in reserved.ports)
-    address = ClientAddress(to_core, from_core, keys.public, keys.secret)
+    address = ClientAddress(to_core, from_core, public, secret)
     _reserved[address] = reserved
     return address
 

@@ -1,0 +1,48 @@
+"""Hosts for tests: `sidestep node` as users run it, each with a loopback address of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import PYTHON_PATH
+
+END_S = 30
+
+Node = subprocess.Popen[bytes]
+StartNode = Callable[[int], Node]
+
+
+@pytest.fixture
+def invitation(tmp_path: Path) -> Path:
+    """Return the path of the file that the head will write."""
+    return tmp_path / "invitation"
+
+
+@pytest.fixture
+def start_node(invitation: Path) -> Iterator[StartNode]:
+    """Return a function that starts the agent of host N, with the address 127.0.0.N."""
+    started: list[Node] = []
+
+    def start(number: int) -> Node:
+        words = ("--invitation", str(invitation), "--name", f"h{number}")
+        started.append(
+            subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "sidestep", "node", *words),
+                    *("--address", f"127.0.0.{number}", "--wait", "60"),
+                ],
+                env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.kill()
+        node.wait(END_S)
