@@ -36,9 +36,9 @@ class CurveKeys:
     """The key pair of a listening socket, as z85 text of 40 characters each."""
 
     public: str = field(repr=False)
-    """What a peer must know to connect; nobody else may."""
+    """The key that a peer must know to connect; nobody else may."""
     secret: str = field(repr=False)
-    """What the listening process alone knows."""
+    """The key that the listening process alone knows."""
 
 
 def fresh_keys() -> CurveKeys:

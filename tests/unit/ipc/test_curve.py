@@ -46,7 +46,7 @@ class Door:
         self.seen = PeerNews()
 
     def wait_for(self, *, joined: int = 0, refused: int = 0, left: int = 0) -> None:
-        """Wait until at least so many connections have come and gone."""
+        """Wait until at least these numbers of connections have come and gone."""
         end = time.monotonic() + LIMIT_S
         while any(a < b for a, b in zip(self.seen, (joined, refused, left), strict=True)):
             assert time.monotonic() < end, self.seen
