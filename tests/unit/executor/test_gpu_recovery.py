@@ -82,7 +82,7 @@ def test_only_a_replica_s_own_gpus_count(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(list(gpus))
         return "GPU needs a reset"
 
-    module = "sidestep.executor.processes.multiproc"
+    module = "sidestep.executor.hosts.local_ranks"
     monkeypatch.setattr(f"{module}.what_gpus_need", need)
     monkeypatch.setattr(f"{module}.has_driver", lambda: True)
     config = EngineArgs(device="cuda", data_parallel_size=2).create_engine_config()
