@@ -79,7 +79,7 @@ RUNNERS: dict[str, str] = {
 """Device name -> what a worker process runs its steps on."""
 
 EXECUTORS: dict[str, str] = {
-    "multiproc": "sidestep.executor.processes.multiproc:MultiprocExecutor",
+    "multiproc": "sidestep.executor.hosts.multiproc:MultiprocExecutor",
 }
 """Name -> how the core reaches its workers."""
 

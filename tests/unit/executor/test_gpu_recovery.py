@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from sidestep.executor.hosts.multiproc import MultiprocExecutor
 from sidestep.executor.processes.gpu_recovery import FieldValue, load_nvml, what_gpus_need
-from sidestep.executor.processes.multiproc import MultiprocExecutor
 from sidestep.frontend.options.engine_args import EngineArgs
 
 UUID = "GPU-8f2a6ee5"

@@ -19,7 +19,7 @@ import msgspec
 from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Said
 from sidestep.executor.hosts.local_ranks import LocalRanks
-from sidestep.executor.processes.rank_answers import RankAnswers
+from sidestep.executor.hosts.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
