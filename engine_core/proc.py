@@ -22,7 +22,6 @@ from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.model.cache_groups import cache_groups
 from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import CoreArgs
-from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.process import freeze_heap
 from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.channels import CoreChannel
@@ -107,7 +106,7 @@ def start(
         progress=Progress(
             config.frontend.stall_limit,
             time.monotonic,
-            None if worker.device_type == "cuda" else CpuUse(executor.worker_pids()),
+            None if worker.device_type == "cuda" else executor.cpu_use(),
         ),
         box=box,
     )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from sidestep.executor.processes.worker import Order
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.cpu_use import CpuTime
 
 
 @dataclass(frozen=True, kw_only=True)
 class RanksJob:
-    """The ranks that one host runs of a replica, and how they begin."""
+    """The ranks that one host runs of a replica."""
 
     config: EngineConfig
     first_rank: int
@@ -22,24 +23,55 @@ class RanksJob:
     replica: int
     start: int
     """Number of times that the replica has been started before."""
+    first_gpu: int | None = None
+    """Index of the first rank's GPU on its host; None where the replicas share a host's GPUs."""
+    host: str | None = None
+    """Name of the host, where the replica has several."""
+    address: str | None = None
+    """The host's IP address for the replica's other hosts, if there are any."""
 
     @property
     def ranks(self) -> range:
         """The ranks of this host, within the replica."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
+    @property
+    def place(self) -> str:
+        """The words that follow the name of a rank in texts for users."""
+        return "" if self.host is None else f" on host {self.host}"
+
+    def rank_name(self, rank: int) -> str:
+        """Return a rank's name for users, with that of its host."""
+        return f"{self.config.parallel.rank_name(rank)}{self.place}"
+
     def worker_args(self, rank: int) -> WorkerArgs:
         """Return the arguments of one rank, as far as they are known before `launch`."""
-        return WorkerArgs.of(self.config, rank=rank, replica=self.replica, start=self.start)
+        gpu = None if self.first_gpu is None else self.first_gpu + rank - self.first_rank
+        return WorkerArgs.of(
+            self.config, rank=rank, replica=self.replica, start=self.start, gpu=gpu
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelayJob:
+    """The ranks that a relay starts; sent to it as JSON."""
+
+    job: RanksJob
+    rendezvous: str | None
+    """Where they meet the replica's other ranks, as in `Meeting`."""
+    beat_s: float
+    """Seconds between two reports of the relay."""
 
 
 class Meeting(NamedTuple):
     """Where the ranks of a replica find one another while they start."""
 
     rendezvous: str | None = None
-    """A file; None with one rank."""
+    """A file's path, or tcp://address:port; None for ranks that need not meet."""
     folder: str | None = None
     """A folder of this host that is removed when they have met."""
+    listener: int | None = None
+    """Descriptor of the listening socket of a tcp address, for rank 0."""
 
 
 class Said(NamedTuple):
@@ -56,8 +88,13 @@ class Said(NamedTuple):
 class HostRanks(abc.ABC):
     """Ranks that follow one another, all on one host."""
 
-    def __init__(self, ranks: range) -> None:
-        self.ranks = ranks
+    def __init__(self, job: RanksJob) -> None:
+        self.job = job
+        self.ranks = job.ranks
+        self.clock_ahead_ns = 0
+        """Nanoseconds by which the host's monotonic clock is ahead of this process's."""
+        self.num_refused = 0
+        """Connections of strangers that the host's relay has refused."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.ranks})"
@@ -71,7 +108,7 @@ class HostRanks(abc.ABC):
         """Begin to start them, and return at once."""
 
     @abc.abstractmethod
-    def send(self, parts: Iterable[bytes | memoryview], kind: Order) -> None:
+    def send(self, parts: Sequence[bytes | memoryview], kind: Order) -> None:
         """Send all of them a message made of byte buffers. Raises RingClosed."""
 
     @abc.abstractmethod
@@ -93,6 +130,10 @@ class HostRanks(abc.ABC):
     @abc.abstractmethod
     def pids(self) -> list[int]:
         """Return their process ids on this host; none where they are on another host."""
+
+    @abc.abstractmethod
+    def cpu_time(self) -> CpuTime | None:
+        """Return the CPU time that they have used; None if it is not known, or one is gone."""
 
     @abc.abstractmethod
     def kill(self) -> None:

@@ -7,7 +7,7 @@ wakes at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sidestep.executor.gpu.cuda_driver import has_driver
@@ -19,8 +19,10 @@ from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import (
     available_cores,
     exact_products_environment,
+    interface_environment,
     visible_gpus_of_environment,
 )
+from sidestep.ipc.processes.cpu_use import CpuTime, cpu_time
 from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.transport.shm_ring import (
     DEFAULT_SLOTS,
@@ -41,8 +43,7 @@ class LocalRanks(HostRanks):
 
     def __init__(self, job: RanksJob) -> None:
         """Start nothing yet."""
-        super().__init__(job.ranks)
-        self._job = job
+        super().__init__(job)
         self._config = job.config
         self._children: list[Child] = []
         self._replies: list[RingReader] = []
@@ -55,7 +56,7 @@ class LocalRanks(HostRanks):
         if self._config.parallel.device not in ("auto", "cuda") or not has_driver():
             return None
         visible = visible_gpus_of_environment()
-        first = self._job.worker_args(self.ranks.start).gpu_index
+        first = self.job.worker_args(self.ranks.start).gpu_index
         own = range(first, first + len(self.ranks))
         names = map(str, own) if visible is None else visible[own.start : own.stop]
         return what_gpus_need(list(names), load_nvml())
@@ -75,7 +76,7 @@ class LocalRanks(HostRanks):
         os.close(compiling)
         self._steps = RingWriter(steps)
 
-    def send(self, parts: Iterable[bytes | memoryview], kind: Order) -> None:
+    def send(self, parts: Sequence[bytes | memoryview], kind: Order) -> None:
         """Write a message into the ring."""
         assert self._steps is not None, "launch() comes first"
         self._steps.send(parts, kind)
@@ -91,7 +92,7 @@ class LocalRanks(HostRanks):
             try:
                 message = replies.receive()
             except RingDamagedError as damage:
-                name = self._config.parallel.rank_name(rank)
+                name = self.job.rank_name(rank)
                 raise EngineDeadError(f"the core cannot go on with {name}: {damage}") from None
             if message is not None:
                 return Said(rank, *message)
@@ -104,11 +105,15 @@ class LocalRanks(HostRanks):
         """Wait for the process's exit status."""
         child = self._children[rank - self.ranks.start]
         child.wait(2.0)
-        return child.death_cause()
+        return f"{child.death_cause()}{self.job.place}"
 
     def pids(self) -> list[int]:
         """Return one process id for each rank."""
         return [child.pid for child in self._children]
+
+    def cpu_time(self) -> CpuTime | None:
+        """Ask the system."""
+        return cpu_time(self.pids())
 
     def kill(self) -> None:
         """Kill all workers."""
@@ -131,9 +136,13 @@ class LocalRanks(HostRanks):
 
     def _spawn(self, rank: int, steps: RingSpec, meeting: Meeting, compiled: int) -> None:
         reader, replies = rank - self.ranks.start, create_ring(1)
+        listener = meeting.listener if rank == 0 else None
         args = WorkerProcArgs(
             worker=replace(
-                self._job.worker_args(rank), rendezvous=meeting.rendezvous, compiled=compiled
+                self.job.worker_args(rank),
+                rendezvous=meeting.rendezvous,
+                listener=listener,
+                compiled=compiled,
             ),
             steps=steps,
             reader=reader,
@@ -144,9 +153,17 @@ class LocalRanks(HostRanks):
             self._config.parallel.rank_name(rank),
             "sidestep.executor.processes.worker:main",
             args,
-            env=worker_environment(self._cpu_threads()),
+            env={
+                **worker_environment(self._cpu_threads()),
+                **interface_environment(self.job.address),
+            },
             remove=() if meeting.folder is None else (meeting.folder,),
-            pass_fds=(*steps.reader_fds(reader), *replies.writer_fds(), compiled),
+            pass_fds=(
+                *steps.reader_fds(reader),
+                *replies.writer_fds(),
+                compiled,
+                *(() if listener is None else (listener,)),
+            ),
         )
         for bell in replies.bells_out:
             os.close(bell)  # so that the last end for writing closes with the worker
@@ -160,7 +177,7 @@ class LocalRanks(HostRanks):
         """
         if self._config.parallel.device in ("auto", "cuda") and has_driver():
             args = CompilerArgs(
-                worker=self._job.worker_args(self.ranks.start), num_processes=available_cores()
+                worker=self.job.worker_args(self.ranks.start), num_processes=available_cores()
             )
             self._compiler = spawn(
                 "kernel compiler",
@@ -173,7 +190,7 @@ class LocalRanks(HostRanks):
     def _cpu_threads(self) -> int:
         if self._config.parallel.cpu_threads:
             return self._config.parallel.cpu_threads
-        ranks = self._config.parallel.num_ranks * self._config.parallel.data_parallel_size
+        ranks = len(self.ranks) * self._config.parallel.data_parallel_size
         worth_sharing = self._config.spec.hidden_size // _THREAD_WIDTH
         return max(1, min(available_cores() // ranks, worth_sharing))
 

@@ -1,18 +1,21 @@
-"""Worker processes, one a rank, which take steps from one ring and reply on one ring each.
+"""Worker processes, one a rank, on this host and on others.
 
-The first rank that samples returns the outputs. The other ranks' rings carry only "ready", answers
-to calls and failures. A worker that dies makes its doorbell readable (its end of the pipe closes),
-so the core wakes at once and `poll` says which rank died and how. Ranks wait for each other, so a
-rank that dies makes others fail: see `_cause`.
+All ranks get every step. The first rank that samples returns the outputs; the others send only
+"ready", answers to calls and failures. A worker that dies makes a descriptor readable, so the core
+wakes at once and `poll` says which rank died, where and how. Ranks wait for each other, so a rank
+that dies makes others fail: see `_cause`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import socket
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -20,13 +23,20 @@ from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Said
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.rank_answers import RankAnswers
+from sidestep.executor.hosts.remote_ranks import RemoteRanks
 from sidestep.executor.processes.worker import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.cpu_use import CpuUse
+from sidestep.ipc.processes.rank_hosts import RankHost, tcp_address
 from sidestep.ipc.transport.shm_ring import RingClosed
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import AnyCall, SentCall, decode_answer, encode
 
+_LOOK_S = 1.0
+"""Seconds between two looks at hosts that have not answered yet."""
+_BEAT_S, _BEATS = 1.0, 10
+"""Most seconds between two reports of a relay, and least reports in the limit for stalls."""
 _PATIENCE_S = 0.5
 """Seconds to look for a silently dead rank after another rank reports a failure."""
 
@@ -34,26 +44,31 @@ _PATIENCE_S = 0.5
 class MultiprocExecutor(Executor):
     """Runs each rank in a process of its own."""
 
-    def __init__(self, config: EngineConfig, replica: int = 0, start: int = 0) -> None:
-        """Start nothing yet. start: number of times that the replica has been started before."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        replica: int = 0,
+        start: int = 0,
+        hosts: Sequence[RankHost] = (),
+    ) -> None:
+        """Start nothing yet.
+
+        start: number of times that the replica has been started before. hosts: those of the ranks,
+        as in CoreArgs.
+        """
         self._config = config
+        self._address = hosts[0].address if len(hosts) > 1 else None
+        """The address of this host for the ranks of other hosts, if there are any."""
         self._world = config.parallel.num_ranks
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks meet while they start."""
-        job = RanksJob(
-            config=config,
-            first_rank=0,
-            num_ranks=self._world,
-            replica=replica,
-            start=start,
-        )
-        self._hosts: list[HostRanks] = [LocalRanks(job)]
+        self._hosts = ranks_of(config, replica, start, hosts)
         self._selector = selectors.DefaultSelector()
         self._ready: dict[int, WorkerReady] = {}
         self._failures: dict[int, Failure] = {}
         self._gone: list[int] = []
         """Ranks that have ended without reporting a failure."""
-        self._answers = RankAnswers(self._world, config.parallel.rank_name)
+        self._answers = RankAnswers(self._world, self._name)
         self._num_resets = 0
         """Resets that the worker has not reported yet; what comes before that is dropped."""
 
@@ -63,21 +78,29 @@ class MultiprocExecutor(Executor):
 
     def launch(self) -> None:
         """Start the ranks of all hosts."""
-        self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
-        folder = self._folder.name
-        meeting = Meeting(os.path.join(folder, "store") if self._world > 1 else None, folder)
+        meeting, listener = Meeting(), None
+        if self._address is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="sidestep-rendezvous-")
+            store = os.path.join(self._folder.name, "store") if self._world > 1 else None
+            meeting = Meeting(store, self._folder.name)
+        elif self._config.parallel.device != "fake":  # whose ranks do not meet
+            family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+            listener = socket.create_server((self._address, 0), family=family)
+            port = listener.getsockname()[1]
+            meeting = Meeting(tcp_address(self._address, port), listener=listener.fileno())
         for host in self._hosts:
             host.launch(meeting)
             for fileno in host.filenos():
                 self._selector.register(fileno, selectors.EVENT_READ)
+        if listener is not None:
+            listener.close()  # rank 0 has it
 
     def start(self) -> WorkerReady:
         """Wait until all workers are ready.
 
         The rank with the fewest KV blocks decides how many all of them use.
         """
-        assert self._folder is not None, "launch() comes first"
-        with self._folder:
+        with self._folder or contextlib.nullcontext():
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
         return WorkerReady(
@@ -134,8 +157,16 @@ class MultiprocExecutor(Executor):
         return int(self._selector.fileno())
 
     def worker_pids(self) -> list[int]:
-        """Return one process id for each rank."""
+        """Return one process id for each rank on this host."""
         return [pid for host in self._hosts for pid in host.pids()]
+
+    def cpu_use(self) -> CpuUse:
+        """Return the CPU time of all ranks, beginning with now."""
+        return CpuUse((), [host.cpu_time for host in self._hosts])
+
+    def num_refused(self) -> int:
+        """Return the number of strangers' connections that relays have refused."""
+        return sum(host.num_refused for host in self._hosts)
 
     def kill(self) -> None:
         """Kill all workers, however they hang."""
@@ -152,7 +183,7 @@ class MultiprocExecutor(Executor):
     def _wait_ready(self) -> None:
         """Wait until all ranks have loaded, or one cannot."""
         while len(self._ready) < self._world:
-            self._selector.select()
+            self._selector.select(_LOOK_S)
             self._hear_all()
             if self._has_failed:
                 raise EngineStartError(self._cause())
@@ -164,16 +195,19 @@ class MultiprocExecutor(Executor):
         """
         for host in self._hosts:
             while (said := host.receive()) is not None:
-                if (output := self._take(said)) is not None:
+                if (output := self._take(said, host.clock_ahead_ns)) is not None:
                     return output
         return None
 
-    def _take(self, said: Said) -> StepOutput | StepFailed | None:
-        """Handle a rank's message, and return it if it is the next output or failed step."""
+    def _take(self, said: Said, ahead_ns: int) -> StepOutput | StepFailed | None:
+        """Handle a rank's message, and return it if it is the next output or failed step.
+
+        ahead_ns: nanoseconds by which the clock of the rank's host is ahead.
+        """
         rank, kind, data = said
         if kind == Reply.OUTPUT:
             if not self._num_resets:
-                return StepOutput.decode(data)
+                return _by_own_clock(StepOutput.decode(data), ahead_ns)
         elif kind == Reply.STEP_FAILED:
             if not self._num_resets:
                 return self._named(rank, msgspec.msgpack.decode(data, type=StepFailed))
@@ -184,15 +218,22 @@ class MultiprocExecutor(Executor):
         elif kind == Reply.READY:
             self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
         elif kind == Reply.FAILED:
-            self._failures[rank] = msgspec.json.decode(bytes(data), type=Failure)
+            failure = msgspec.json.decode(bytes(data), type=Failure)
+            self._failures[rank] = replace(failure, at_ns=failure.at_ns - ahead_ns)
         elif rank not in self._failures:
             self._gone.append(rank)
         return None
 
     def _named(self, rank: int, failed: StepFailed) -> StepFailed:
         """Return a report that begins with the rank's name."""
-        name = self._config.parallel.rank_name(rank)
-        return msgspec.structs.replace(failed, text=f"{name} failed: {failed.text}")
+        return msgspec.structs.replace(failed, text=f"{self._name(rank)} failed: {failed.text}")
+
+    def _host_of(self, rank: int) -> HostRanks:
+        return next(host for host in self._hosts if rank in host.ranks)
+
+    def _name(self, rank: int) -> str:
+        """Return a rank's name for users."""
+        return self._host_of(rank).job.rank_name(rank)
 
     @property
     def _has_failed(self) -> bool:
@@ -213,14 +254,53 @@ class MultiprocExecutor(Executor):
             time.sleep(0.01)
         if self._gone:
             rank = self._gone[0]
-            return next(host for host in self._hosts if rank in host.ranks).death_cause(rank)
+            return self._host_of(rank).death_cause(rank)
         if not self._failures:
             return ""
         rank, failure = min(self._failures.items(), key=lambda item: item[1].at_ns)
         if len(self._ready) == self._world:
-            return f"{self._config.parallel.rank_name(rank)} failed: {failure.text}"
-        return (
-            failure.text
-            if self._world == 1
-            else f"{self._config.parallel.rank_name(rank)}: {failure.text}"
+            return f"{self._name(rank)} failed: {failure.text}"
+        return failure.text if self._world == 1 else f"{self._name(rank)}: {failure.text}"
+
+
+def ranks_of(
+    config: EngineConfig, replica: int, start: int, hosts: Sequence[RankHost]
+) -> list[HostRanks]:
+    """Return the ranks of each host; without hosts, all ranks on this one."""
+    if not hosts:
+        world = config.parallel.num_ranks
+        return [
+            LocalRanks(
+                RanksJob(config=config, first_rank=0, num_ranks=world, replica=replica, start=start)
+            )
+        ]
+    if any(host.first_rank % config.parallel.tensor_parallel_size for host in hosts):
+        # GPUs of one host alone can read one another's memory.
+        parallel = replace(config.parallel, disable_custom_all_reduce=True)
+        config = replace(config, parallel=parallel)
+    limit_s = config.frontend.stall_limit
+    beat_s = min(_BEAT_S, limit_s / _BEATS) if limit_s else _BEAT_S
+    made: list[HostRanks] = []
+    for host in hosts:
+        job = RanksJob(
+            config=config,
+            first_rank=host.first_rank,
+            num_ranks=host.num_ranks,
+            replica=replica,
+            start=start,
+            first_gpu=host.first_gpu,
+            host=host.name if len(hosts) > 1 else None,
+            address=host.address if len(hosts) > 1 else None,
         )
+        made.append(LocalRanks(job) if host.relay is None else RemoteRanks(job, host, beat_s))
+    return made
+
+
+def _by_own_clock(output: StepOutput, ahead_ns: int) -> StepOutput:
+    """Have an output's times be those of this host. ahead_ns: how much its clock is ahead."""
+    if ahead_ns:
+        output.start_ns -= ahead_ns
+        output.end_ns -= ahead_ns
+        output.received_ns -= ahead_ns
+        output.launched_ns -= ahead_ns
+    return output

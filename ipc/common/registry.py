@@ -83,6 +83,9 @@ EXECUTORS: dict[str, str] = {
 }
 """Name -> how the core reaches its workers."""
 
+RELAY = "sidestep.executor.hosts.relay:main"
+"""The process that runs ranks of a replica on another host than the core's."""
+
 TOKENIZER_CONVERTER = "sidestep.executor.processes.tokenizer_converter:main"
 """The process that converts a tokenizer to tokenizer.json, with transformers."""
 

@@ -11,6 +11,7 @@ import msgspec
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.addresses import ClientAddress
+from sidestep.ipc.processes.rank_hosts import RankHost
 
 OWNER = 0
 """Number, at its core, of the frontend that starts the core; other frontends join."""
@@ -85,7 +86,8 @@ class CoreArgs:
     """Index of the data-parallel replica that it is."""
     again: StartAgain | None = None
     """None at the replica's first start."""
-    owns_visible_gpus: bool = False
-    """Whether the GPUs that this process sees are this replica's alone, and numbered from 0."""
     black_box: int | None = None
     """Descriptor of the memory for its notes; see ipc/transport/black_box.py."""
+    rank_hosts: tuple[RankHost, ...] = ()
+    """The hosts of the replica's ranks, in the order of the ranks; the core's own host is the first
+    one. Empty where the replicas of one host share its GPUs in their order."""
