@@ -37,11 +37,16 @@ class NodeOptions(Options):
     max_replicas: int | None = option(
         None, "Most replicas at once. Default: one for each GPU, and one without GPUs."
     )
+    max_ranks: int | None = option(
+        None,
+        "Most ranks at once; a replica with more is spread over several hosts. Default: one for "
+        "each GPU, and no limit without GPUs.",
+    )
     wait: float = option(300.0, "Seconds to wait for the head at the start.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "max_replicas")
+        require_positive(self, "max_replicas", "max_ranks")
         require(self.wait >= 0, "wait", f"must be at least 0, not {self.wait!r}")
         require(
             self.head is not None or self.invitation is not None,

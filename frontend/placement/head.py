@@ -16,11 +16,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import zmq
 
-from sidestep.frontend.placement.nodes import Node, choose_node, unused_name
+from sidestep.frontend.placement.cores import Cores
+from sidestep.frontend.placement.nodes import Node, unused_name
 from sidestep.frontend.placement.placer import HostStatus
 from sidestep.frontend.placement.remote_core import RemoteCore
 from sidestep.ipc.common.errors import EngineStartError
@@ -36,7 +36,8 @@ from sidestep.ipc.hosts.node_messages import (
     Leave,
     NodeBeat,
     NodeInvitation,
-    StartCore,
+    RelayEnded,
+    RelayStarted,
     ToNode,
     WatchWorkers,
     decode_from_node,
@@ -47,13 +48,10 @@ from sidestep.ipc.processes.addresses import tcp_address, with_port
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
 from sidestep.ipc.transport import curve
-from sidestep.ipc.transport.clocks import moved_notes
 from sidestep.ipc.transport.ends import RemoteEnds
 
 logger = logging.getLogger(__name__)
 
-_REPORT_S = 1.0
-"""Seconds for an agent's report about a core whose connection has ended."""
 _QUIET_S = 10.0
 """Seconds between two lines of the log about refused peers."""
 _LINGER_MS = 1000
@@ -84,7 +82,6 @@ class Head:
             raise EngineStartError(f"head_address: cannot listen at {place}: {error}") from None
         endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = endpoint.removeprefix("tcp://")
-        self._timeout_s = timeout_s
         self._bell, self._ring = socket.socketpair()
         for end in (self._bell, self._ring):
             end.setblocking(False)
@@ -92,9 +89,7 @@ class Head:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._nodes: dict[bytes, Node] = {}
-        self._waiting: list[RemoteCore] = []
-        self._boots: dict[int, str] = {}
-        """By replica: the start of the machine that had it last."""
+        self._cores = Cores(self._nodes.values, self._tell, self._after, timeout_s)
         self._refused_told = -_QUIET_S, 0
         self.hosts: list[HostStatus] = []
         """The hosts that have joined, in order; a new list at each change."""
@@ -125,12 +120,12 @@ class Head:
         hosts: the names of the hosts that may have it; None for any.
         """
         core = RemoteCore(self, next(self._numbers), args, hosts)
-        self._post(lambda: self._place(core))
+        self._post(lambda: self._cores.place(core))
         return core
 
     def order(self, core: RemoteCore, message: EndCore | WatchWorkers) -> None:
         """Send an order to the host that has a core; a core that waits for one ends."""
-        self._post(lambda: self._order(core, message))
+        self._post(lambda: self._cores.order(core, message))
 
     def look_at(self, core: RemoteCore) -> None:
         """See whether a core whose connection has ended is still there."""
@@ -185,6 +180,10 @@ class Head:
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             heapq.heappop(self._timers)[2]()
+        self.hosts = [
+            HostStatus(node.name, node.hello.address, node.replicas)
+            for node in self._nodes.values()
+        ]
 
     def _after(self, seconds: float, work: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), work))
@@ -195,13 +194,15 @@ class Head:
             self._posted.get()()
         for node in list(self._nodes.values()):
             self._send(node.identity, Leave(reason="the head has shut down", is_error=False))
-        cores = [core for node in self._nodes.values() for core in node.cores.values()]
-        for core in (*cores, *self._waiting):
-            core.ended("the head of the hosts has ended", of_host=True)
+        self._cores.end()
         self._ends.close()
         self._context.destroy(linger=_LINGER_MS)
         self._bell.close()
         self._ring.close()
+
+    def _look_at(self, core: RemoteCore) -> None:
+        self._beat_all()  # tells whether its host is there
+        self._cores.look_at(core)
 
     # Agents.
 
@@ -237,22 +238,20 @@ class Head:
         gpus = f"{len(hello.gpus)} GPUs" if hello.gpus else f"{hello.num_cores} CPU cores"
         logger.warning("host %s has joined from %s with %s", name, hello.address, gpus)
         self._tell(node, HeadBeat(sent_ns=time.monotonic_ns()))
-        self._assign()
+        self._cores.assign()
 
     def _take(self, node: Node, message: FromNode) -> None:
         if isinstance(message, NodeBeat):
             node.clock.answered(message.sent_ns, message.now_ns, time.monotonic_ns())
             for number in message.computing:
-                if (core := node.cores.get(number)) is not None:
-                    core.computed()
+                if (room := node.rooms.get(number)) is not None:
+                    room.core.computed()
         elif isinstance(message, CoreEnded):
-            core = node.forget(message.core)
-            notes = message.notes
-            if notes is not None:
-                notes = moved_notes(notes, -node.clock.ns)
-            if core is not None:
-                core.ended(f"{message.cause} on host {node.name}", of_host=False, notes=notes)
-            self._assign()
+            self._cores.core_ended(node, message)
+        elif isinstance(message, RelayStarted):
+            self._cores.relay_started(node, message)
+        elif isinstance(message, RelayEnded):
+            self._cores.relay_ended(node, message)
 
     def _beat(self) -> None:
         self._after(BEAT_S, self._beat)
@@ -274,9 +273,8 @@ class Head:
             return
         cause = f"host {node.name} has gone: {reason}"
         logger.error(cause)
-        for core in list(node.cores.values()):
-            core.ended(cause, of_host=True)
-        self._assign()
+        self._cores.lost(node, cause)
+        self._cores.assign()
 
     def _tell(self, node: Node, message: ToNode) -> None:
         if not self._send(node.identity, message):
@@ -300,78 +298,3 @@ class Head:
                 self.address,
                 count - told,
             )
-
-    # Cores.
-
-    def _place(self, core: RemoteCore) -> None:
-        self._waiting.append(core)
-        if core.args.again is None:
-            self._after(self._timeout_s, lambda: self._give_up(core))
-        self._assign()
-        if core in self._waiting:
-            ranks = core.args.config.parallel.num_ranks
-            logger.warning(
-                "replica %d waits for a host with room for %d ranks", core.args.replica, ranks
-            )
-
-    def _give_up(self, core: RemoteCore) -> None:
-        if core in self._waiting:
-            self._waiting.remove(core)
-            names = ", ".join(node.name for node in self._nodes.values()) or "none"
-            core.ended(
-                f"no host with room for it has come in {self._timeout_s:g} s (hosts: {names})",
-                of_host=False,
-            )
-
-    def _assign(self) -> None:
-        """Start the cores that wait, as far as hosts have room."""
-        for core in self._waiting.copy():
-            node = choose_node(self._nodes.values(), core)
-            if node is not None and core in self._waiting:
-                self._waiting.remove(core)
-                self._start(core, node)
-        self.hosts = [
-            HostStatus(
-                node.name,
-                node.hello.address,
-                tuple(sorted(core.args.replica for core in node.cores.values())),
-            )
-            for node in self._nodes.values()
-        ]
-
-    def _start(self, core: RemoteCore, node: Node) -> None:
-        gpus = node.take(core)
-        core.went_to(node.name)
-        args = replace(core.args, owns_visible_gpus=gpus is not None)
-        if args.again is not None and self._boots.get(args.replica) != node.hello.boot:
-            # The process ids of the last start mean nothing there.
-            args = replace(args, again=replace(args.again, pids=()))
-        self._boots[args.replica] = node.hello.boot
-        logger.info("replica %d starts on host %s", args.replica, node.name)
-        self._tell(node, StartCore(core=core.number, args=args, gpus=gpus))
-
-    def _order(self, core: RemoteCore, message: EndCore | WatchWorkers) -> None:
-        if core in self._waiting:
-            if isinstance(message, EndCore):
-                self._waiting.remove(core)
-                core.ended("it was not needed any more", of_host=False)
-            return
-        node = self._node_of(core)
-        if node is not None:
-            self._tell(node, message)
-
-    def _node_of(self, core: RemoteCore) -> Node | None:
-        return next((node for node in self._nodes.values() if core.number in node.cores), None)
-
-    def _look_at(self, core: RemoteCore) -> None:
-        self._beat_all()
-        if self._node_of(core) is not None:
-            self._after(_REPORT_S, lambda: self._cut_off(core))
-
-    def _cut_off(self, core: RemoteCore) -> None:
-        """Give up a core that cannot be reached although its agent can."""
-        node = self._node_of(core)
-        if node is not None and not core.wait(0):
-            self._tell(node, EndCore(core=core.number, kills=True))
-            cause = f"the connection to the engine core on host {node.name} has ended"
-            core.ended(cause, of_host=True)

@@ -54,12 +54,17 @@ class RemoteCore(PlacedCore):
         state = self._cause if self._ended.is_set() else self._host or "waiting"
         return f"RemoteCore({self.number}, replica={self.args.replica}, {state})"
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of its ranks, on all hosts together."""
+        return self.args.config.parallel.num_ranks
+
     # Reports of the head's thread.
 
-    def went_to(self, host: str) -> None:
-        """Take note of the host that starts it."""
-        self._host = host
-        self._cause = f"the engine core on host {host} is still running"
+    def went_to(self, hosts: Sequence[str]) -> None:
+        """Take note of the hosts that start it and its ranks, its own host first."""
+        self._host = ", ".join(hosts)
+        self._cause = f"the engine core on host {hosts[0]} is still running"
 
     def computed(self) -> None:
         """Take note that its workers have computed on a CPU."""

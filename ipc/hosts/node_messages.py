@@ -64,7 +64,9 @@ class Hello(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True
     gpus: list[str]
     """The GPUs that it offers, as names for CUDA_VISIBLE_DEVICES."""
     max_replicas: int
-    """Most cores that it takes at once."""
+    """Most replicas that may have ranks there at once."""
+    max_ranks: int | None = None
+    """Most ranks that may run there at once; None for no limit but its GPUs."""
 
 
 class NodeBeat(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -89,7 +91,22 @@ class CoreEnded(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=
     """The notes of the core; None if it has not run."""
 
 
-FromNode = Hello | NodeBeat | CoreEnded
+class RelayStarted(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """A relay listens for the core whose ranks it will run."""
+
+    relay: int
+    port: int
+    server_key: str
+
+
+class RelayEnded(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """A relay has ended after its ranks, or could not be started."""
+
+    relay: int
+    cause: str
+
+
+FromNode = Hello | NodeBeat | CoreEnded | RelayStarted | RelayEnded
 
 
 # Head to agent.
@@ -135,7 +152,22 @@ class WatchWorkers(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_on
     worker_pids: list[int]
 
 
-ToNode = HeadBeat | Leave | StartCore | EndCore | WatchWorkers
+class StartRelay(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """Start a relay for ranks of a core that another host will have."""
+
+    relay: int
+    """Number of this start, which no other start of a core or relay has."""
+    gpus: list[str] | None = None
+    """The GPUs that its ranks may see; None for all."""
+
+
+class EndRelay(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
+    """End a relay with its ranks: its core has ended, or will not come."""
+
+    relay: int
+
+
+ToNode = HeadBeat | Leave | StartCore | EndCore | WatchWorkers | StartRelay | EndRelay
 
 _encoder = msgspec.msgpack.Encoder()
 _to_node: msgspec.msgpack.Decoder[ToNode] = msgspec.msgpack.Decoder(ToNode)

@@ -7,6 +7,7 @@ the ranks of its host and is connected to the core (executor/hosts/relay.py).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -51,15 +52,16 @@ class RelayArgs:
     """Descriptor for its RelayDoor."""
 
 
-def start_relay(address: str) -> tuple[Child, RelayDoor]:
+def start_relay(address: str, env: Mapping[str, str] | None = None) -> tuple[Child, RelayDoor]:
     """Start a relay that listens at an address of this host, and return it when it does.
 
-    It serves one core, and ends with the connection, after the ranks that it has started. Raises
-    EngineStartError.
+    It serves one core, and ends with the connection, after the ranks that it has started. env:
+    variables that are added to its environment. Raises EngineStartError.
     """
     reading, writing = os.pipe()
     try:
-        child = spawn("relay", registry.RELAY, RelayArgs(address, writing), pass_fds=(writing,))
+        args = RelayArgs(address, writing)
+        child = spawn("relay", registry.RELAY, args, pass_fds=(writing,), env=env)
     finally:
         os.close(writing)
     with os.fdopen(reading, "rb") as report:

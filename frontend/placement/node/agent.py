@@ -11,39 +11,30 @@ import logging
 import os
 import queue
 import socket
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import zmq
 
-from sidestep.frontend.placement.local import LocalCore, start_core
-from sidestep.frontend.placement.node.model_files import with_local_files
+from sidestep.frontend.placement.node.children import Children
 from sidestep.frontend.placement.node.node_args import NodeArgs
-from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.config import available_cores
 from sidestep.ipc.hosts.node_messages import (
     BEAT_S,
     MOST_MISSES,
-    CoreEnded,
-    EndCore,
     FromNode,
     HeadBeat,
     Hello,
     Leave,
     NodeBeat,
-    StartCore,
     ToNode,
-    WatchWorkers,
     decode_to_node,
     encode_node_message,
     own_version,
 )
 from sidestep.ipc.processes.addresses import tcp_address
-from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.process import decode_args
 from sidestep.ipc.transport import curve
 from sidestep.ipc.transport.curve import PeerWatch
@@ -56,7 +47,7 @@ _MOST_REFUSALS = 3
 
 
 class Agent:
-    """One host's agent. `run` is its loop, and the only thread that uses the socket."""
+    """The agent of one host. `run` is its loop, and the only thread that uses the socket."""
 
     def __init__(self, args: NodeArgs) -> None:
         """Connect to the head, which may begin to listen later."""
@@ -73,13 +64,9 @@ class Agent:
         self._bell, self._ring = socket.socketpair()
         for end in (self._bell, self._ring):
             end.setblocking(False)
-        self._cores: dict[int, LocalCore] = {}
-        self._watched: dict[int, Sequence[int]] = {}
-        """By core: its workers whose CPU time is looked at."""
-        self._reports: queue.SimpleQueue[CoreEnded | tuple[StartCore, CoreArgs]] = (
-            queue.SimpleQueue()
-        )
-        """Ends of cores, and starts whose model is there, from other threads."""
+        self._posted: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Functions that other threads want to have called."""
+        self._children = Children(self._address, self._tell, self._post)
         self._is_joined = False
         self._misses = 0
         self._refusals = 0
@@ -89,7 +76,7 @@ class Agent:
         """The exit status and its reason, once that is known."""
 
     def __repr__(self) -> str:
-        return f"Agent({self._args.name}, cores={sorted(self._cores)})"
+        return f"Agent({self._args.name}, {self._children!r})"
 
     def run(self) -> int:
         """Serve the head until it ends, and return the exit status."""
@@ -102,6 +89,7 @@ class Agent:
                 num_cores=available_cores(),
                 gpus=list(self._args.gpus),
                 max_replicas=self._args.max_replicas,
+                max_ranks=self._args.max_ranks,
             )
         )
         poller = zmq.Poller()
@@ -124,12 +112,8 @@ class Agent:
         while int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._hear(self._socket.recv(zmq.NOBLOCK))
         self._look_at_connection()
-        while not self._reports.empty():
-            report = self._reports.get()
-            if isinstance(report, CoreEnded):
-                self._forget(report)
-            else:
-                self._start(*report)
+        while not self._posted.empty():
+            self._posted.get()()
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + BEAT_S
             self._count_beat()
@@ -170,80 +154,22 @@ class Agent:
             self._end = 1, f"a message of the head cannot be read: {error}"
             return
         if isinstance(message, HeadBeat):
-            computing = [
-                core for core, pids in self._watched.items() if self._cores[core].computes(pids)
-            ]
-            self._tell(
-                NodeBeat(sent_ns=message.sent_ns, now_ns=time.monotonic_ns(), computing=computing)
-            )
+            now, computing = time.monotonic_ns(), self._children.computing()
+            self._tell(NodeBeat(sent_ns=message.sent_ns, now_ns=now, computing=computing))
         elif isinstance(message, Leave):
             self._end = int(message.is_error), message.reason
-        elif isinstance(message, StartCore):
-            self._prepare(message)
-        elif isinstance(message, EndCore):
-            self._end_core(message)
-        elif isinstance(message, WatchWorkers) and message.core in self._cores:
-            self._watched[message.core] = message.worker_pids
+        else:
+            self._children.obey(message)
 
-    def _prepare(self, order: StartCore) -> None:
-        """Find the model's files in another thread, which may fetch them, then start the core."""
-
-        def prepare() -> None:
-            try:
-                config = with_local_files(order.args.config)
-            except EngineStartError as error:
-                self._report(CoreEnded(core=order.core, cause=str(error), now_ns=0))
-                return
-            self._report((order, replace(order.args, config=config)))
-
-        threading.Thread(target=prepare, name="find model", daemon=True).start()
-
-    def _start(self, order: StartCore, args: CoreArgs) -> None:
-        env = None if order.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(order.gpus)}
-        number = order.core
-        try:
-            core = self._cores[number] = start_core(args, env=env)
-        except OSError as error:
-            cause = f"the engine core cannot be started: {error}"
-            self._tell(CoreEnded(core=number, cause=cause, now_ns=time.monotonic_ns()))
-            return
-        core.on_death(lambda cause: self._ended(number, core, cause))
-
-    def _end_core(self, order: EndCore) -> None:
-        core = self._cores.get(order.core)
-        if core is None:
-            return
-        if order.kills:
-            core.kill(order.worker_pids)
-            return
-
-        def end() -> None:
-            core.stop()
-            self._ended(order.core, core, core.death_cause())
-
-        threading.Thread(target=end, name="end a core", daemon=True).start()
-
-    def _ended(self, number: int, core: LocalCore, cause: str) -> None:
-        """Report the end of a core, from the thread that has seen it."""
-        notes, now = core.recorded(), time.monotonic_ns()
-        self._report(CoreEnded(core=number, cause=cause, now_ns=now, notes=notes))
-
-    def _report(self, report: CoreEnded | tuple[StartCore, CoreArgs]) -> None:
-        self._reports.put(report)
+    def _post(self, work: Callable[[], None]) -> None:
+        """Have the loop call a function. Any thread may call this."""
+        self._posted.put(work)
         with suppress(OSError):  # the buffer is full, so the loop wakes anyway; or it has ended
             self._ring.send(b"x")
 
-    def _forget(self, report: CoreEnded) -> None:
-        self._cores.pop(report.core, None)
-        self._watched.pop(report.core, None)
-        self._tell(report)
-
     def _close(self) -> None:
-        """End all cores."""
-        for core in self._cores.values():
-            core.let_go()
-        for core in self._cores.values():
-            core.stop()
+        """End all that has been started."""
+        self._children.close()
         self._watch.close()
         self._context.destroy(linger=_LINGER_MS)
         self._bell.close()

@@ -45,6 +45,7 @@ def run_node(parsed: argparse.Namespace) -> int:
             address=options.address,
             gpus=gpus,
             max_replicas=options.max_replicas or max(1, len(gpus)),
+            max_ranks=options.max_ranks,
             wait_s=max(0.0, until - time.monotonic()),
         )
     )

@@ -19,6 +19,8 @@ class NodeArgs:
     gpus: tuple[str, ...] = ()
     """The GPUs that it offers, as names for CUDA_VISIBLE_DEVICES."""
     max_replicas: int = 1
-    """Most cores at once."""
+    """Most replicas that may have ranks here at once."""
+    max_ranks: int | None = None
+    """Most ranks at once; None for no limit but the GPUs."""
     wait_s: float = 300.0
     """Seconds that it tries to reach the head at the start."""

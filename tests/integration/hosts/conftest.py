@@ -15,7 +15,8 @@ from tests.processes import PYTHON_PATH
 END_S = 30
 
 Node = subprocess.Popen[bytes]
-StartNode = Callable[[int], Node]
+StartNode = Callable[..., Node]
+"""Starts the agent of host N; further arguments are words of its command."""
 
 
 @pytest.fixture
@@ -29,13 +30,14 @@ def start_node(invitation: Path) -> Iterator[StartNode]:
     """Return a function that starts the agent of host N, with the address 127.0.0.N."""
     started: list[Node] = []
 
-    def start(number: int) -> Node:
+    def start(number: int, *more: str) -> Node:
         words = ("--invitation", str(invitation), "--name", f"h{number}")
         started.append(
             subprocess.Popen(
                 [
                     *(sys.executable, "-m", "sidestep", "node", *words),
                     *("--address", f"127.0.0.{number}", "--wait", "60"),
+                    *more,
                 ],
                 env={**os.environ, "PYTHONPATH": PYTHON_PATH},
             )

@@ -226,3 +226,38 @@ async def test_strangers_at_the_ports_change_nothing(
 async def test_a_start_without_hosts_ends_in_time(make_joined: MakeLLM) -> None:
     with pytest.raises(EngineStartError, match=r"no host with room .* has come in 0.2 s"):
         make_joined(placer_timeout=0.2)
+
+
+@pytest.mark.parametrize("kind", ["pipeline_parallel_size", "tensor_parallel_size"])
+async def test_a_replica_that_fits_no_host_has_ranks_on_two(
+    start_node: StartNode, make_joined: MakeLLM, kind: str
+) -> None:
+    for number in (2, 3):
+        start_node(number, "--max-ranks", "1")
+    llm = make_joined(data_parallel_size=1, fake_step_ms=2.0, **{kind: 2})
+    assert placed(llm) == {"h2": (0,), "h3": (0,)}
+    await check_streams(llm)
+
+
+async def test_the_end_of_a_host_with_one_rank_costs_time_only(
+    start_node: StartNode, make_joined: MakeLLM
+) -> None:
+    nodes = {f"h{number}": start_node(number, "--max-ranks", "1") for number in (2, 3)}
+    llm = make_joined(data_parallel_size=1, fake_step_ms=2.0, pipeline_parallel_size=2)
+    streams = asyncio.create_task(check_streams(llm, length=300))
+    await until_stats(llm, num_running=16)
+    with_relay = next(name for name, node in nodes.items() if relays(node.pid))
+    nodes[with_relay].kill()
+
+    async def hosts() -> list[str]:
+        return list(placed(llm))
+
+    await until(hosts, lambda names: with_relay not in names)
+    start_node(int(with_relay[1:]), "--max-ranks", "1")
+    await streams
+    assert llm.health == "healthy"
+
+
+def relays(pid: int) -> list[psutil.Process]:
+    """Return the relays that an agent has started."""
+    return [each for each in psutil.Process(pid).children() if each.cmdline()[-1:] == ["relay"]]

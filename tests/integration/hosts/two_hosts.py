@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sidestep.frontend.replicas import engine_client
+from sidestep.frontend.placement import local
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.process import Child, spawn
 from sidestep.ipc.processes.rank_hosts import RankHost, RelayDoor, start_relay
@@ -27,7 +27,7 @@ class TwoHosts:
         """The first rank of the other host."""
         self.changes: dict[str, Any] = {}
         """Fields of the other host that tests change."""
-        patch.setattr(engine_client, "spawn", self._spawn)
+        patch.setattr(local, "spawn", self._spawn)
 
     def _spawn(self, name: str, target: str, args: CoreArgs, **options: Any) -> Child:
         relay, door = start_relay(THERE)
