@@ -15,6 +15,7 @@ from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.transport.clocks import moved_request, moved_step
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 
@@ -131,11 +132,10 @@ class EngineView:
         They are the last steps that have come back, from number `since` on. The recorder holds some
         thousand; asking stops nothing.
         """
-        return unpack_steps(
-            (
-                await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
-            ).records
-        )
+        answer = await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
+        offset = self._replicas.clock_offset_ns(replica)
+        steps = unpack_steps(answer.records)
+        return [moved_step(step, -offset) for step in steps] if offset else steps
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """Return the last requests that have ended, then all live ones with what each waits for.
@@ -148,10 +148,16 @@ class EngineView:
             "request_records", limit=limit, timeout_s=_ANSWER_S
         )
         return [
-            msgspec.structs.replace(record, replica=replica) if replica else record
+            self._here(record, replica)
             for replica, answer in answers.items()
             for record in unpack_requests(answer.records)
         ]
+
+    def _here(self, record: RequestRecord, replica: int) -> RequestRecord:
+        """Return a record of a replica with that number, and with times of this machine's clock."""
+        if offset := self._replicas.clock_offset_ns(replica):
+            record = moved_request(record, -offset)
+        return msgspec.structs.replace(record, replica=replica) if replica else record
 
     @property
     def errored(self) -> bool:

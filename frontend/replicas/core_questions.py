@@ -225,6 +225,10 @@ class CoreQuestions(abc.ABC):
         """Peers without a key that have been refused at this frontend's ports."""
         return self.placer.num_refused + sum(c.num_refused for c in self._clients.values())
 
+    def clock_offset_ns(self, replica: int) -> int:
+        """Return the clock of a replica's host minus this one, in nanoseconds; 0 on this host."""
+        return self._clients[replica].clock_offset_ns
+
     def recorded(self, replica: int) -> Recorded | None:
         """Return what the present core of a replica has noted, also after its death."""
         return None if (core := self._core_of(replica)) is None else core.recorded()

@@ -28,6 +28,7 @@ from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.processes.core_args import OWNER, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
 from sidestep.ipc.transport.channels import Broken
+from sidestep.ipc.transport.clocks import ClockOffset
 from sidestep.ipc.transport.messages import (
     Answer,
     Call,
@@ -136,6 +137,9 @@ class EngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
+        self._asked_ns: dict[int, int] = {}
+        """By number of a call that waits for an answer: when it was sent."""
+        self._clock = ClockOffset()
         self._closed = False
         self._joined_by: float | None = None
         self._kept_loop: KeptLoop | None = None
@@ -353,9 +357,19 @@ class EngineClient:
         """Send a message, and return the future of its answer."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = future
-        future.add_done_callback(lambda _: self._calls.pop(message.call_id, None))
+        self._asked_ns[message.call_id] = time.monotonic_ns()
+        future.add_done_callback(lambda _: self._forget_call(message.call_id))
         self.send(message)
         return future
+
+    def _forget_call(self, call_id: int) -> None:
+        self._calls.pop(call_id, None)
+        self._asked_ns.pop(call_id, None)
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """The clock of the core's host minus this one; 0 on this host."""
+        return self._clock.ns
 
     async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
         self.attach()
@@ -385,9 +399,7 @@ class EngineClient:
                 num_steps -= 1
                 self._take_outputs(message, num_steps > 0)
             elif isinstance(message, Answer):
-                future = self._calls.get(message.call_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self._take_answer(message)
             elif isinstance(message, Ready):
                 self._serves(message)
             elif isinstance(message, WorkersChanged):
@@ -397,6 +409,13 @@ class EngineClient:
                 self._die(message.cause, message.origin, message.is_final, is_told=True)
             elif isinstance(message, Broken):
                 self._break_off(message.cause)
+
+    def _take_answer(self, answer: Answer) -> None:
+        future, sent_ns = self._calls.get(answer.call_id), self._asked_ns.get(answer.call_id)
+        if sent_ns is not None and answer.now_ns is not None:
+            self._clock.answered(sent_ns, answer.now_ns, time.monotonic_ns())
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def _serves(self, ready: Ready) -> None:
         self._has_served = True

@@ -8,12 +8,13 @@ Records of steps and requests are older than their message: for these, an offset
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 
 import msgspec
 
 from sidestep.ipc.transport.black_box import NotedRequest, Recorded
-from sidestep.ipc.transport.messages import AddRequest, Outputs, ToCore, ToFrontend
+from sidestep.ipc.transport.messages import AddRequest, Answer, Outputs, ToCore, ToFrontend
 from sidestep.ipc.transport.records import RequestRecord, StepRecord
 
 replace = msgspec.structs.replace
@@ -47,6 +48,8 @@ def moved_to_core(message: ToCore, seconds: float) -> ToCore:
 
 def moved_to_frontend(message: ToFrontend, seconds: float) -> ToFrontend:
     """Return a message to a frontend with its times moved."""
+    if isinstance(message, Answer) and message.now_ns is None:
+        return replace(message, now_ns=time.monotonic_ns())
     if not isinstance(message, Outputs) or not message.started:
         return message
     started = [replace(each, scheduled=each.scheduled + seconds) for each in message.started]

@@ -242,6 +242,8 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
     records: bytes = b""
     """Records for 'step_records' and 'request_records'; see ipc/transport/records.py."""
     error: str | None = None
+    now_ns: int | None = None
+    """The core's monotonic time at the answer, for a frontend on another host."""
 
 
 class WorkersChanged(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
