@@ -277,7 +277,8 @@ class Head:
         self._cores.assign()
 
     def _tell(self, node: Node, message: ToNode) -> None:
-        if not self._send(node.identity, message):
+        is_there = node.identity in self._nodes
+        if is_there and not self._send(node.identity, message):
             self._lose(node, "its connection has ended")
 
     def _send(self, identity: bytes, message: ToNode) -> bool:
