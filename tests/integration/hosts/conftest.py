@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sidestep import AsyncLLM
 from tests.processes import PYTHON_PATH
 
 END_S = 30
+MakeLLM = Callable[..., AsyncLLM]
 
 Node = subprocess.Popen[bytes]
 StartNode = Callable[..., Node]
@@ -48,3 +50,22 @@ def start_node(invitation: Path) -> Iterator[StartNode]:
     for node in started:
         node.kill()
         node.wait(END_S)
+
+
+@pytest.fixture
+def make_joined(make_llm: MakeLLM, invitation: Path) -> MakeLLM:
+    """Return a function that makes an engine whose hosts join."""
+
+    def make(**options: object) -> AsyncLLM:
+        return make_llm(
+            **{
+                "placer": "join",
+                "head_address": "127.0.0.1:0",
+                "invitation_file": str(invitation),
+                "placer_timeout": 60.0,
+                "data_parallel_size": 2,
+                **options,
+            }
+        )
+
+    return make

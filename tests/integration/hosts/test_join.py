@@ -16,71 +16,21 @@ import psutil
 import pytest
 import zmq
 
-from sidestep import AsyncLLM, EngineStartError, SamplingParams
-from sidestep.executor.runner.fake import expected_tokens
+from sidestep import AsyncLLM, EngineStartError
 from sidestep.frontend.placement.join import JoinPlacer
-from sidestep.ipc.params.sampling_params import RequestOutputKind
 from sidestep.ipc.transport import curve
 from tests.integration.hosts.conftest import StartNode
+from tests.integration.hosts.streams import check_streams, placed
 from tests.processes import PYTHON_PATH
 from tests.waiting import LIMIT_S, until, until_idle, until_stats
 
 MakeLLM = Callable[..., AsyncLLM]
 
 
-@pytest.fixture
-def make_joined(make_llm: MakeLLM, invitation: Path) -> MakeLLM:
-    """Return a function that makes an engine whose hosts join."""
-
-    def make(**options: object) -> AsyncLLM:
-        return make_llm(
-            **{
-                "placer": "join",
-                "head_address": "127.0.0.1:0",
-                "invitation_file": str(invitation),
-                "placer_timeout": 60.0,
-                "data_parallel_size": 2,
-                **options,
-            }
-        )
-
-    return make
-
-
-async def tokens_of(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
-    tokens: list[int] = []
-    params = SamplingParams(
-        max_tokens=count,
-        temperature=0,
-        ignore_eos=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )
-    async for output in llm.generate(prompt, params):
-        tokens += output.outputs[0].token_ids
-    return tokens
-
-
-def right(llm: AsyncLLM, prompt: list[int], count: int) -> list[int]:
-    return expected_tokens(prompt, count, 0, llm.get_tokenizer().vocab_size)
-
-
-async def check_streams(llm: AsyncLLM, count: int = 16, length: int = 60) -> None:
-    """Run streams at once, and check the tokens of each."""
-    prompts = [[i % 7 + 1] * 10 + [i] for i in range(count)]
-    async with asyncio.timeout(LIMIT_S):
-        found = await asyncio.gather(*(tokens_of(llm, prompt, length) for prompt in prompts))
-    assert found == [right(llm, prompt, length) for prompt in prompts]
-
-
 async def used(llm: AsyncLLM) -> set[int]:
     """Return the replicas that have computed tokens."""
     stats = await llm.get_stats_by_replica()
     return {replica for replica, each in stats.items() if each["prefix_cache_queries"]}
-
-
-def placed(llm: AsyncLLM) -> dict[str, tuple[int, ...]]:
-    return {host.name: host.replicas for host in llm.hosts}
 
 
 async def test_a_host_that_is_killed_amid_streams_loses_none_and_is_used_again(
