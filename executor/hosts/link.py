@@ -157,8 +157,14 @@ class Link:
             pass
         news = self._watch.take()
         self.num_refused += news.refused
+        # Messages may be lost between two connections of the same core.
+        has_left = news.left > 0 or (self.has_joined and news.joined > 0) or news.joined > 1
         self.has_joined |= news.joined > 0
-        if news.left and self.lost is None:
+        if has_left:
+            self._lose()
+
+    def _lose(self) -> None:
+        if self.lost is None:
             self.lost = f"the connection has ended, or was silent for {curve.SILENCE_S:g} s"
 
 
@@ -201,3 +207,11 @@ class RelayLink(Link):
         bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         self.door = RelayDoor(int(bound.rstrip(b"\0").rpartition(b":")[2]), keys.public)
+
+    def _look(self) -> None:
+        super()._look()
+        # The watch may take the core for a stranger, if a stranger is at the door too. A socket
+        # that listens cannot be written to without a peer.
+        writable = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT
+        if self.has_joined and not writable:
+            self._lose()

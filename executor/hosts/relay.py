@@ -12,6 +12,7 @@ import os
 import select
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -40,6 +41,7 @@ def main(raw: bytes) -> None:
     with os.fdopen(args.report, "wb") as report:
         report.write(msgspec.json.encode(link.door))
     relay = Relay(link)
+    freeze_heap()
     try:
         relay.run()
     finally:
@@ -50,9 +52,10 @@ def main(raw: bytes) -> None:
 class Relay:
     """Passes on what comes over the link, and what the ranks say."""
 
-    def __init__(self, link: RelayLink) -> None:
-        """Begin without ranks."""
+    def __init__(self, link: RelayLink, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """Begin without ranks. clock_ns: the monotonic clock of this host."""
         self._link = link
+        self._clock_ns = clock_ns
         self._ranks: LocalRanks | None = None
         self._beat_s = 0.0
         self._next_beat: float | None = None
@@ -123,7 +126,7 @@ class Relay:
         elif parcel.kind == LinkKind.KILL and self._ranks is not None:
             self._ranks.kill()
         elif parcel.kind == LinkKind.BEAT_TAKEN:
-            taken, now = msgspec.json.decode(parcel.data, type=BeatTaken), time.monotonic_ns()
+            taken, now = msgspec.json.decode(parcel.data, type=BeatTaken), self._clock_ns()
             middle = (taken.sent_ns + now) // 2
             self._round_trips.append((now - taken.sent_ns, middle - taken.taken_ns))
 
@@ -138,12 +141,11 @@ class Relay:
         for fileno in self._ranks.filenos():
             self._poll.register(fileno, select.POLLIN)
         self._beat_s, self._next_beat = relayed.beat_s, time.monotonic()
-        freeze_heap()
 
     def _fail(self, text: str) -> None:
         """Tell the core that the ranks of this host cannot go on."""
         assert self._ranks is not None, "only ranks fail"
-        failure = Failure(text, time.monotonic_ns())
+        failure = Failure(text, self._clock_ns())
         with suppress(RingClosed):  # the core has gone
             self._link.send(Reply.FAILED, self._ranks.ranks.start, [msgspec.json.encode(failure)])
 
@@ -158,7 +160,7 @@ class Relay:
             cpu_seconds=None if used is None else used.seconds,
             is_halted=used is not None and used.is_halted,
             num_refused=self._link.num_refused,
-            sent_ns=time.monotonic_ns(),
+            sent_ns=self._clock_ns(),
             ahead_ns=min(self._round_trips)[1] if self._round_trips else 0,
         )
         self._link.send(LinkKind.BEAT, 0, [msgspec.json.encode(beat)])

@@ -19,6 +19,7 @@ import zmq
 
 from sidestep import (
     AsyncLLM,
+    EngineArgs,
     EngineDeadError,
     EngineStartError,
     SamplingParams,
@@ -173,6 +174,50 @@ async def test_calls_and_masks_reach_the_other_host(
     await llm.sleep(level=1)
     await llm.wake_up()
     assert await tokens_of(llm, [4, 5], 9) == expected_tokens([4, 5], 9, 5, vocab)
+
+
+async def test_a_rank_that_hangs_on_the_other_host_is_killed_and_its_requests_go_on(
+    make_llm: MakeLLM, hosts: TwoHosts
+) -> None:
+    llm = make_llm(pipeline_parallel_size=2, fake_step_ms=5.0, stall_limit=1.0)
+    vocab = llm.get_tokenizer().vocab_size
+    calls = [asyncio.create_task(tokens_of(llm, [9, i], 200)) for i in range(4)]
+    await until_stats(llm, num_running=4)
+    relay, (worker,) = processes(hosts)
+    worker.suspend()
+    got = await asyncio.gather(*calls)
+    assert got == [expected_tokens([9, i], 200, 5, vocab) for i in range(4)]
+    assert llm.recovery.restarts == {"stall": 1}
+    await until_ended([relay.pid, worker.pid])
+
+
+async def test_a_host_that_is_silent_has_gone(make_llm: MakeLLM, hosts: TwoHosts) -> None:
+    llm = make_llm(pipeline_parallel_size=2, fake_step_ms=5.0, restart_limit=0)
+    call = asyncio.create_task(tokens_of(llm, [1, 2, 3], 2000))
+    await until_stats(llm, num_running=1)
+    relay, _ = processes(hosts)
+    relay.suspend()
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(EngineDeadError, match="host there .* or was silent for 3 s"):
+                await call
+    finally:
+        relay.resume()
+    await until_ended([relay.pid])
+
+
+async def test_a_rank_that_computes_on_the_other_host_does_not_hang(hosts: TwoHosts) -> None:
+    """Have the last stage compute for several times the limit for stalls."""
+    slow = "tests.integration.recovery.test_slow_steps:Slow"
+    args = EngineArgs(
+        device="cpu", stall_limit=0.5, logits_processors=[slow], pipeline_parallel_size=2
+    )
+    async with AsyncLLM.from_engine_args(args) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True, extra_args={"Slow": 2.0})
+        async for output in llm.generate([1, 2, 3], params):
+            pass
+        assert len(output.outputs[0].token_ids) == 3
+        assert not llm.recovery.restarts
 
 
 def test_a_relay_that_is_not_the_one_of_the_key_ends_the_start(
