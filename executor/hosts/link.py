@@ -70,13 +70,13 @@ class BeatTaken(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The core's answer to a beat, by which the relay compares the clocks."""
 
     sent_ns: int
-    """That of the beat."""
+    """The time of the beat, by the relay's clock."""
     taken_ns: int
     """The core's monotonic clock."""
 
 
 class Parcel(NamedTuple):
-    """What has come over a link."""
+    """A message that has come over a link."""
 
     kind: int
     rank: int
@@ -88,7 +88,7 @@ class Link:
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        # PAIR takes one peer. What a stranger sends never comes here: see curve.py.
+        # PAIR takes one peer. Bytes of strangers never come here: see curve.py.
         self._socket = self._context.socket(zmq.PAIR)
         # No high-water mark: the core bounds the steps in flight.
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -125,7 +125,7 @@ class Link:
     def receive(self) -> Parcel | None:
         """Return the next parcel; None if there is none, and then the descriptors are silent.
 
-        What the other end sent before it went is still returned.
+        Parcels that the other end sent before it went are still returned.
         """
         if not self._has_parcel:
             self._look()
