@@ -140,7 +140,7 @@ async def test_nothing_is_left_of_a_core_that_is_killed(make_llm: MakeLLM, hosts
     with pytest.raises(EngineDeadError, match="engine core .* was killed by SIGKILL"):
         await call
     await until_ended([relay.pid, *(each.pid for each in workers)])
-    assert hosts.relays[-1].exit_status == 0
+    assert hosts.relays[-1].wait(LIMIT_S) and hosts.relays[-1].exit_status == 0
 
 
 async def test_a_replica_with_a_dead_rank_elsewhere_is_started_again(
