@@ -1,4 +1,4 @@
-"""The link between a core and a relay: who is there, and what is told when someone has gone."""
+"""The link between a core and a relay: who is there, and the cause when someone has gone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Measure the cost of a relay: a replica's ranks on this host alone, and over two hosts.
 
-    python benchmarks/engine/relay.py [--steps 400] [--step-ms 5] [--streams 64] [--rounds 3]
+    python benchmarks/host/relay.py [--steps 400] [--step-ms 5] [--streams 64] [--rounds 3]
 
 Two loopback addresses stand for the hosts, so the network itself costs nothing. The fake device
 computes two stages, the last of which answers and is behind the relay. The first number is the time
