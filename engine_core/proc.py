@@ -10,6 +10,8 @@ import time
 import traceback
 from dataclasses import replace
 
+import msgspec
+
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.progress import Progress, WorkersStalledError
@@ -43,6 +45,8 @@ def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> No
     try:
         if obstacle is None:
             core, ready = start(args.config, executor, _box(args))
+            hosts = {host.name: host.address for host in args.rank_hosts}
+            ready = msgspec.structs.replace(ready, hosts=hosts)
             channel.broadcast(ready)
             freeze_heap()
             run(core, channel, ready)

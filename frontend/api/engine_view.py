@@ -178,9 +178,9 @@ class EngineView:
     def hosts(self) -> list[HostStatus]:
         """The other hosts that have joined, each with its replicas; none with placer 'local'.
 
-        A frontend that has joined the engine sees none.
+        A frontend that has joined the engine sees those that have replicas.
         """
-        return self._replicas.placer.hosts
+        return self._replicas.placer.hosts or _hosts_of(self.replicas)
 
     @property
     def num_refused_peers(self) -> int:
@@ -244,6 +244,16 @@ class EngineView:
                     for rank, pid in enumerate(status.ready.worker_pids)
                 }
         return pids
+
+
+def _hosts_of(replicas: Iterable[ReplicaStatus]) -> list[HostStatus]:
+    """Return the hosts that the replicas which serve have named."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for status in replicas:
+        if status.ready is not None and status.dead is None and status.restarting is None:
+            for host in status.ready.hosts.items():
+                found.setdefault(host, []).append(status.number)
+    return [HostStatus(*host, tuple(numbers)) for host, numbers in found.items()]
 
 
 def _stalled_s(ping: Answer) -> float:

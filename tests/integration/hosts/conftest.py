@@ -1,22 +1,16 @@
-"""Hosts for tests: `sidestep node` as users run it, each with a loopback address of its own."""
+"""Hosts that join, for engines on the fake device."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from sidestep import AsyncLLM
-from tests.processes import PYTHON_PATH
+from tests.nodes import Node, Nodes
 
-END_S = 30
 MakeLLM = Callable[..., AsyncLLM]
-
-Node = subprocess.Popen[bytes]
 StartNode = Callable[..., Node]
 """Starts the agent of host N; further arguments are words of its command."""
 
@@ -29,27 +23,10 @@ def invitation(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def start_node(invitation: Path) -> Iterator[StartNode]:
-    """Return a function that starts the agent of host N, with the address 127.0.0.N."""
-    started: list[Node] = []
-
-    def start(number: int, *more: str) -> Node:
-        words = ("--invitation", str(invitation), "--name", f"h{number}")
-        started.append(
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "sidestep", "node", *words),
-                    *("--address", f"127.0.0.{number}", "--wait", "60"),
-                    *more,
-                ],
-                env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-            )
-        )
-        return started[-1]
-
-    yield start
-    for node in started:
-        node.kill()
-        node.wait(END_S)
+    """Yield a function that starts an agent; all are ended after the test."""
+    nodes = Nodes(invitation)
+    yield nodes.start
+    nodes.close()
 
 
 @pytest.fixture
