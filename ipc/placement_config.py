@@ -31,6 +31,11 @@ class PlacementConfig(Options):
         "by which hosts join. Default: sidestep/invitation-PORT.json in XDG_STATE_HOME, else in "
         "~/.local/state.",
     )
+    head_key_file: str | None = option(
+        None,
+        "With placer 'join': file with a secret text of at least 32 characters, which hosts share "
+        "where they cannot read the invitation. Default: a fresh key at each start.",
+    )
     placer_timeout: float = option(
         300.0,
         "With placer 'join': seconds that the replicas wait at the start for hosts with room.",
@@ -44,7 +49,7 @@ class PlacementConfig(Options):
             f"must be a number of seconds above 0, not {self.placer_timeout!r}",
         )
         is_join = self.placer == "join"
-        for name in ("head_address", "invitation_file"):
+        for name in ("head_address", "invitation_file", "head_key_file"):
             has_meaning = is_join or getattr(self, name) is None
             require(has_meaning, name, f"has no meaning with placer {self.placer!r}")
         if self.head_address is not None:

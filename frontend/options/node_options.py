@@ -25,6 +25,11 @@ class NodeOptions(Options):
         "The file that the engine's program writes (--invitation-file); it may come later. "
         "Default: sidestep/invitation-PORT.json in XDG_STATE_HOME, else in ~/.local/state.",
     )
+    head_key_file: str | None = option(
+        None,
+        "The file with a secret text that the engine's program has too, in place of an invitation; "
+        "with --head.",
+    )
     name: str | None = option(None, "Name of this host. Default: the machine's.")
     address: str | None = option(
         None,
@@ -53,6 +58,9 @@ class NodeOptions(Options):
             "head",
             "must be given, or else the invitation",
         )
+        if self.head_key_file is not None:
+            require(self.invitation is None, "invitation", "has no meaning with head_key_file")
+            require(self.head is not None, "head", "must be given with head_key_file")
         if self.head is not None:
             try:
                 host_and_port(self.head)

@@ -61,12 +61,15 @@ _END_S = 5.0
 class Head:
     """Listens to agents and places cores on their hosts."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(
+        self, host: str, port: int, timeout_s: float, keys: curve.CurveKeys | None = None
+    ) -> None:
         """Listen. host: a numeric address; port: 0 takes a free one.
 
-        timeout_s: seconds for which a first start waits for a host. Raises EngineStartError.
+        timeout_s: seconds for which a first start waits for a host. keys: fresh ones by default.
+        Raises EngineStartError.
         """
-        self._keys = curve.fresh_keys()
+        self._keys = keys or curve.fresh_keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending tells who has gone

@@ -12,7 +12,7 @@ from sidestep.frontend.placement.placer import HostStatus, PlacedCore, Placer
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.config import EngineConfig, state_folder_of_environment
-from sidestep.ipc.hosts.node_messages import NodeInvitation
+from sidestep.ipc.hosts.node_messages import NodeInvitation, keys_of_file
 from sidestep.ipc.processes.addresses import ClientAddress, new_remote_address
 from sidestep.ipc.processes.core_args import CoreArgs
 
@@ -31,7 +31,9 @@ class JoinPlacer(Placer):
     def begin(self) -> None:
         """Listen for agents, and write the invitation that they need."""
         host, port = self.listening()
-        self._head = Head(host, port, self.config.placement.placer_timeout)
+        file = self.config.placement.head_key_file
+        keys = None if file is None else keys_of_file(file)
+        self._head = Head(host, port, self.config.placement.placer_timeout, keys)
         self._publish(self._head.invitation)
 
     def listening(self) -> tuple[str, int]:

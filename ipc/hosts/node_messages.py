@@ -14,9 +14,12 @@ import msgspec
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.transport.black_box import Recorded
+from sidestep.ipc.transport.curve import CurveKeys, keys_of_secret
 
 BEAT_S = 1.0
 """Seconds between two heartbeats, which go both ways."""
+LEAST_SECRET = 32
+"""Characters that a secret text has at least."""
 MOST_MISSES = 3
 """Heartbeats in a row that may be missing; after that the other side has gone."""
 
@@ -45,6 +48,21 @@ class NodeInvitation(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
             raise ValidationError("invitation", str(error)) from None
+
+
+def keys_of_file(path: str) -> CurveKeys:
+    """Return the keys of a head from a file that hosts share. Raises ValidationError.
+
+    The file's text is the secret, without white space around it.
+    """
+    try:
+        with open(path) as file:
+            text = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValidationError("head_key_file", str(error)) from None
+    if len(text) < LEAST_SECRET:
+        raise ValidationError("head_key_file", f"{path} has less than {LEAST_SECRET} characters")
+    return keys_of_secret(text)
 
 
 # Agent to head.

@@ -8,10 +8,12 @@ bytes reach a reader. `PeerWatch` counts those.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 HEARTBEAT_S = 1.0
@@ -71,6 +73,12 @@ def _tend(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(_HANDSHAKE_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
+
+
+def keys_of_secret(text: str) -> CurveKeys:
+    """Return the key pair that belongs to a secret text, always the same one."""
+    secret = z85.encode(hashlib.sha256(b"sidestep head\n" + text.encode()).digest())
+    return CurveKeys(zmq.curve_public(secret).decode(), secret.decode())
 
 
 class PeerNews(NamedTuple):

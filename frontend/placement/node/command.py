@@ -21,7 +21,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.common.logs import own_process
 from sidestep.ipc.common.options import host_and_port
 from sidestep.ipc.config import visible_gpus_of_environment
-from sidestep.ipc.hosts.node_messages import NodeInvitation
+from sidestep.ipc.hosts.node_messages import NodeInvitation, keys_of_file
 from sidestep.ipc.processes.addresses import with_port
 
 _LOOK_S = 0.2
@@ -34,7 +34,7 @@ def run_node(parsed: argparse.Namespace) -> int:
     own_process()
     signal.signal(signal.SIGTERM, _leave)
     until = time.monotonic() + options.wait
-    invitation = _read(invitation_path(options.head or "", options.invitation), until)
+    invitation = _invitation(options, until)
     host, port = host_and_port(options.head or invitation.head)
     gpus = tuple(visible_gpus() if options.gpus is None else options.gpus)
     head = with_port(_found(host, until), port)
@@ -56,6 +56,14 @@ def visible_gpus() -> list[str]:
     """Return the names of the GPUs that programs on this host may see."""
     visible = visible_gpus_of_environment()
     return gpu_indices() if visible is None else visible
+
+
+def _invitation(options: NodeOptions, until: float) -> NodeInvitation:
+    """Return the invitation that the options name. Raises ValidationError, EngineStartError."""
+    if options.head_key_file is not None:
+        key = keys_of_file(options.head_key_file).public
+        return NodeInvitation(head=options.head or "", server_key=key)
+    return _read(invitation_path(options.head or "", options.invitation), until)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

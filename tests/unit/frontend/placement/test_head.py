@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.placement import head as head_module
 from sidestep.frontend.placement.head import Head
 from sidestep.frontend.placement.remote_core import RemoteCore
+from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.hosts.node_messages import (
     CoreEnded,
     EndCore,
@@ -31,6 +33,7 @@ from sidestep.ipc.hosts.node_messages import (
     WatchWorkers,
     decode_to_node,
     encode_node_message,
+    keys_of_file,
     own_version,
 )
 from sidestep.ipc.processes.core_args import CoreArgs, StartAgain
@@ -303,6 +306,24 @@ class TestRanks:
         second.say(RelayStarted(relay=relay, port=7, server_key="key"))
         hosts = first.hear(StartCore).args.rank_hosts
         assert [(host.name, host.num_ranks) for host in hosts] == [("h2", 2), ("h3", 2)]
+
+
+def test_hosts_that_share_a_secret_have_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("too short\n")
+    with pytest.raises(ValidationError, match="head_key_file: .* less than 32 characters"):
+        keys_of_file(str(file))
+    with pytest.raises(ValidationError, match="head_key_file: .*No such file"):
+        keys_of_file(str(tmp_path / "none"))
+    file.write_text("0123456789abcdef" * 2 + "\n")
+    keys = keys_of_file(str(file))
+    assert keys == keys_of_file(str(file))
+    head = Head("127.0.0.1", 0, LIMIT_S, keys)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    host = Host(context, head, "h2").join()
+    assert head.invitation.server_key == keys.public and host.name == "h2"
+    context.destroy(linger=0)
+    head.close()
 
 
 def test_a_start_without_room_ends_in_time() -> None:
