@@ -52,6 +52,11 @@ class PlacementConfig(Options):
         for name in ("head_address", "invitation_file", "head_key_file"):
             has_meaning = is_join or getattr(self, name) is None
             require(has_meaning, name, f"has no meaning with placer {self.placer!r}")
+        require(
+            self.invitation_file is None or self.head_key_file is None,
+            "invitation_file",
+            "has no meaning with head_key_file: hosts have the key already",
+        )
         if self.head_address is not None:
             try:
                 host_and_port(self.head_address)

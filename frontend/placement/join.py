@@ -29,12 +29,13 @@ class JoinPlacer(Placer):
         self._file: Path | None = None
 
     def begin(self) -> None:
-        """Listen for agents, and write the invitation that they need."""
+        """Listen for agents, and write the invitation that they need if they do not share a key."""
         host, port = self.listening()
         file = self.config.placement.head_key_file
         keys = None if file is None else keys_of_file(file)
         self._head = Head(host, port, self.config.placement.placer_timeout, keys)
-        self._publish(self._head.invitation)
+        if file is None:
+            self._publish(self._head.invitation)
 
     def listening(self) -> tuple[str, int]:
         """Return the numeric address and the port of this machine at which others reach it.
