@@ -142,7 +142,7 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True
     """'cuda', 'cpu' or 'fake'."""
     core_pid: int
     worker_pids: list[int]
-    """Those of the ranks on the core's own host."""
+    """The process ids of the ranks on the core's own host."""
     hosts: dict[str, str] = {}
     """Names of the hosts that have its ranks -> their addresses; empty for this machine."""
 

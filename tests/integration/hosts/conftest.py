@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sidestep import AsyncLLM
-from tests.nodes import Node, Nodes
+from tests.server.nodes import Node, Nodes
 
 MakeLLM = Callable[..., AsyncLLM]
 StartNode = Callable[..., Node]
