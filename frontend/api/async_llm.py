@@ -39,7 +39,6 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
-from sidestep.ipc.processes.addresses import ClientAddress, remove_address
 from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.messages import AddRequest, pack_ids
 
@@ -62,7 +61,6 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
         # A weak reference, so that an engine without other references is collected and shut down.
         self_ref = weakref.ref(self)
         self._config = config
-        self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
         placer = make_placer(config)
         channels, line = open_channels(config, invitation, placer)
@@ -75,7 +73,7 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
             placer=placer,
         )
         self._home = self._replicas.home
-        self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
+        self._finalizer = weakref.finalize(self, _close, self._replicas)
         try:
             if invitation is None:
                 self._replicas.start_cores()
@@ -126,10 +124,7 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
     async def invite(self) -> str:
         """Return a text with which one further program can `join` this engine."""
         await self._replicas.wait_serving()
-        new_address = self._replicas.placer.new_address
-        addresses = {replica: new_address() for replica in self._replicas.alive}
-        self._invited += addresses.values()
-        return (await self._replicas.invite(addresses)).encode()
+        return (await self._replicas.invite()).encode()
 
     def __repr__(self) -> str:
         state = (
@@ -484,12 +479,9 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
-    if not replicas.home.is_here:
-        return
-    replicas.close()
-    for address in invited:  # the addresses of frontends that never came remain
-        remove_address(address)
+def _close(replicas: ReplicaSet) -> None:
+    if replicas.home.is_here:
+        replicas.close()
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:

@@ -232,7 +232,8 @@ class EngineView:
     def pids(self) -> dict[str, int]:
         """Process ids of this frontend, the core and each worker, by name.
 
-        With several replicas the names of the cores and workers begin with 'replica_N_'.
+        With several replicas the names of the cores and workers begin with 'replica_N_'. Ids of
+        replicas on other hosts are of those hosts.
         """
         pids = {"frontend": os.getpid()}
         for status in self.replicas:

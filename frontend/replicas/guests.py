@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -54,6 +54,8 @@ class _Guest:
     """The replicas at which it has a seat, or will have one that the core has been asked for."""
     attends: bool = False
     """Whether it has reported: its event loop has run."""
+    invited_to: list[ClientAddress] = field(default_factory=list)
+    """The addresses in its invitation, which it may use as long as it has not left."""
     given: dict[int, ClientAddress] = field(default_factory=dict)
     """By replica: the address of a seat that it got on the line."""
 
@@ -96,13 +98,12 @@ class Guests:
         for guest in self._guests:
             loop.add_reader(guest.end.fileno(), self._on_readable, guest)
 
-    def invite(self, seats: Iterable[int]) -> str:
-        """Expect another guest, and return the path of its line.
-
-        seats: the replicas at which its invitation has seats.
-        """
+    def invite(self, seats: Sequence[Seat]) -> str:
+        """Expect another guest, and return the path of its line. seats: those of its invitation."""
         assert self._loop is not None, "attach() comes first"
-        guest = _Guest(next(self._numbers), OwnerEnd(), set(seats))
+        replicas = {seat.replica for seat in seats}
+        addresses = [seat.address for seat in seats]
+        guest = _Guest(next(self._numbers), OwnerEnd(), replicas, invited_to=addresses)
         self._guests.append(guest)
         self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
         return guest.end.path
@@ -209,5 +210,5 @@ class Guests:
 
     def _drop(self, guest: _Guest) -> None:
         guest.end.close()
-        for address in guest.given.values():
+        for address in (*guest.invited_to, *guest.given.values()):
             remove_address(address)

@@ -39,8 +39,8 @@ from sidestep.ipc.common.errors import (
     SidestepError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.addresses import ClientAddress
-from sidestep.ipc.processes.core_args import Invitation
+from sidestep.ipc.processes.addresses import remove_address
+from sidestep.ipc.processes.core_args import Invitation, Seat
 from sidestep.ipc.processes.forking import Home
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
@@ -296,14 +296,20 @@ class ReplicaSet(CoreQuestions):
 
     # Other frontends.
 
-    async def invite(self, addresses: Mapping[int, ClientAddress]) -> Invitation:
-        """Return an invitation for a program that will listen at these addresses, by replica.
+    async def invite(self) -> Invitation:
+        """Return an invitation for a program that will listen for the cores.
 
         Raises EngineDeadError.
         """
-        seats = await self.seats(addresses)
-        line = self._guests.invite(seat.replica for seat in seats)
-        return Invitation(seats, self._config, line, self._dead)
+        addresses = {replica: self.placer.new_address() for replica in self._alive}
+        seats: tuple[Seat, ...] = ()
+        try:
+            seats = await self.seats(addresses)
+        finally:
+            taken = {seat.replica for seat in seats}
+            for replica in addresses.keys() - taken:
+                remove_address(addresses[replica])
+        return Invitation(seats, self._config, self._guests.invite(seats), self._dead)
 
     # Requests.
 

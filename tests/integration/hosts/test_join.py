@@ -18,6 +18,7 @@ import zmq
 
 from sidestep import AsyncLLM, EngineStartError
 from sidestep.frontend.placement.join import JoinPlacer
+from sidestep.ipc.processes import addresses
 from sidestep.ipc.transport import curve
 from tests.integration.hosts.conftest import StartNode
 from tests.integration.hosts.streams import check_streams, placed
@@ -130,6 +131,11 @@ async def test_joined_frontends_use_replicas_on_other_hosts(
         assert await used(guest) == {0, 1}
     finally:
         guest.shutdown()
+
+    async def reserved() -> int:
+        return len(addresses._reserved)
+
+    await until(reserved, lambda count: count == 0)  # no port is kept for who has left
 
 
 async def test_strangers_at_the_ports_change_nothing(

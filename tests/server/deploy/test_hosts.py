@@ -19,11 +19,11 @@ import yaml
 from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.options.node_options import NodeOptions
 from sidestep.frontend.options.option_flags import option_values
-from tests.server.nodes import END_S, Nodes
 from tests.pages import commands, text_of
 from tests.processes import PYTHON_PATH, ROOT, run
 from tests.server.deploy.files import DEPLOY, parsed
 from tests.server.live import LiveServer, raw_request, read_all, until
+from tests.server.nodes import END_S, Nodes
 
 
 @pytest.mark.parametrize("count", ["1", "2"])

@@ -146,8 +146,7 @@ def llm_of(
     ).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len, open_channel)
     llm._home = llm._replicas.home
-    llm._invited = []
-    llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
+    llm._finalizer = weakref.finalize(llm, _close, llm._replicas)
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer, max_model_len)
     llm._handles = itertools.count()
