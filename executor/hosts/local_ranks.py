@@ -46,7 +46,8 @@ class LocalRanks(HostRanks):
         super().__init__(job)
         self._config = job.config
         self._children: list[Child] = []
-        self._replies: list[RingReader] = []
+        self._replies: list[tuple[int, RingReader]] = []
+        """Each rank, and the ring of its replies."""
         self._gone: set[int] = set()
         self._steps: RingWriter | None = None
         self._compiler: Child | None = None
@@ -83,11 +84,11 @@ class LocalRanks(HostRanks):
 
     def filenos(self) -> list[int]:
         """Return the ranks' doorbells."""
-        return [replies.fileno() for replies in self._replies]
+        return [replies.fileno() for _, replies in self._replies]
 
     def receive(self) -> Said | None:
         """Return the next message, those of the first rank first."""
-        for rank, replies in zip(self.ranks, self._replies, strict=True):
+        for rank, replies in self._replies:
             closed = replies.clear_bell()
             try:
                 message = replies.receive()
@@ -168,7 +169,7 @@ class LocalRanks(HostRanks):
         for bell in replies.bells_out:
             os.close(bell)  # so that the last end for writing closes with the worker
         self._children.append(child)
-        self._replies.append(RingReader(replies, 0))
+        self._replies.append((rank, RingReader(replies, 0)))
 
     def _spawn_compiler(self, compiling: int) -> None:
         """Spawn the process that compiles kernels ahead, if the machine may have a GPU.

@@ -207,7 +207,8 @@ class MultiprocExecutor(Executor):
         rank, kind, data = said
         if kind == Reply.OUTPUT:
             if not self._num_resets:
-                return _by_own_clock(StepOutput.decode(data), ahead_ns)
+                output = StepOutput.decode(data)
+                return _by_own_clock(output, ahead_ns) if ahead_ns else output
         elif kind == Reply.STEP_FAILED:
             if not self._num_resets:
                 return self._named(rank, msgspec.msgpack.decode(data, type=StepFailed))
@@ -219,7 +220,7 @@ class MultiprocExecutor(Executor):
             self._ready[rank] = msgspec.json.decode(bytes(data), type=WorkerReady)
         elif kind == Reply.FAILED:
             failure = msgspec.json.decode(bytes(data), type=Failure)
-            self._failures[rank] = replace(failure, at_ns=failure.at_ns - ahead_ns)
+            self._failures[rank] = msgspec.structs.replace(failure, at_ns=failure.at_ns - ahead_ns)
         elif rank not in self._failures:
             self._gone.append(rank)
         return None
@@ -298,9 +299,8 @@ def ranks_of(
 
 def _by_own_clock(output: StepOutput, ahead_ns: int) -> StepOutput:
     """Have an output's times be those of this host. ahead_ns: how much its clock is ahead."""
-    if ahead_ns:
-        output.start_ns -= ahead_ns
-        output.end_ns -= ahead_ns
-        output.received_ns -= ahead_ns
-        output.launched_ns -= ahead_ns
+    output.start_ns -= ahead_ns
+    output.end_ns -= ahead_ns
+    output.received_ns -= ahead_ns
+    output.launched_ns -= ahead_ns
     return output

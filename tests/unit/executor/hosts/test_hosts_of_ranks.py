@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from sidestep import EngineArgs
-from sidestep.executor.hosts.host_ranks import HostRanks
+from sidestep.executor.hosts.host_ranks import HostRanks, Said
 from sidestep.executor.hosts.link import RelayLink
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.multiproc import MultiprocExecutor, ranks_of
 from sidestep.executor.hosts.relay import Relay
 from sidestep.executor.hosts.remote_ranks import RemoteRanks
+from sidestep.executor.processes.worker import Failure, Reply
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig, interface_environment
 from sidestep.ipc.processes.cpu_use import CpuTime, CpuUse
@@ -106,6 +108,20 @@ def test_times_of_another_host_are_told_by_the_core_s_clock(door: RelayLink) -> 
         executor.shutdown()
         thread.join()
         relay.end_ranks()
+
+
+def test_the_rank_that_failed_first_is_named_whatever_the_clock_of_its_host(
+    door: RelayLink,
+) -> None:
+    hour = 3600 * 10**9
+    executor = MultiprocExecutor(config_of(tensor_parallel_size=2), hosts=two(door, 1, 2))
+    try:
+        for rank, text, at_ns, ahead_ns in [(0, "later", 200, 0), (1, "first", hour + 100, hour)]:
+            failure = msgspec.json.encode(Failure(text, at_ns))
+            executor._take(Said(rank, Reply.FAILED, failure), ahead_ns)
+        assert executor._cause() == "worker 1 (tp rank 1) on host there: first"
+    finally:
+        executor._hosts[1].stop()
 
 
 def wait_until(
