@@ -57,6 +57,7 @@ class Relay:
         self._link = link
         self._clock_ns = clock_ns
         self._ranks: LocalRanks | None = None
+        self._has_failed = False
         self._beat_s = 0.0
         self._next_beat: float | None = None
         """None until the ranks have been started."""
@@ -94,12 +95,7 @@ class Relay:
         """Pass on all that is there; return whether there was anything."""
         moved = False
         try:
-            while self._ranks is not None and (said := self._ranks.receive()) is not None:
-                moved = True
-                data = said.data
-                if said.kind == Reply.GONE:
-                    data = self._ranks.death_cause(said.rank).encode()
-                self._link.send(said.kind, said.rank, [data])
+            moved |= self._pass_replies()
             moved |= self._beat()
             while (parcel := self._link.receive()) is not None:
                 moved = True
@@ -107,10 +103,22 @@ class Relay:
         except RingClosed:
             # A rank has gone, which its doorbell says next, or the core has.
             return self._link.lost is None
-        except EngineDeadError as error:
-            self._fail(str(error))
-            return False
         self._complain()
+        return moved
+
+    def _pass_replies(self) -> bool:
+        """Send the core all that the ranks have said; return whether there was anything."""
+        moved = False
+        try:
+            while self._ranks is not None and not self._has_failed:
+                if (said := self._ranks.receive()) is None:
+                    break
+                moved, data = True, said.data
+                if said.kind == Reply.GONE:
+                    data = self._ranks.death_cause(said.rank).encode()
+                self._link.send(said.kind, said.rank, [data])
+        except EngineDeadError as error:  # a reply is damaged
+            self._fail(str(error))
         return moved
 
     def _obey(self, parcel: Parcel) -> None:
@@ -143,7 +151,8 @@ class Relay:
         self._beat_s, self._next_beat = relayed.beat_s, time.monotonic()
 
     def _fail(self, text: str) -> None:
-        """Tell the core that the ranks of this host cannot go on."""
+        """Tell the core that the ranks of this host cannot go on, and hear them no more."""
+        self._has_failed = True
         assert self._ranks is not None, "only ranks fail"
         failure = Failure(text, self._clock_ns())
         with suppress(RingClosed):  # the core has gone

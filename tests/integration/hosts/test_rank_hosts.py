@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import zmq
@@ -26,9 +27,11 @@ from sidestep import (
     StructuredOutputsParams,
 )
 from sidestep.executor.runner.fake import expected_tokens
+from sidestep.ipc.common.fault_plan import Fault, FaultPlan
 from sidestep.ipc.processes.process import Child
 from sidestep.ipc.processes.rank_hosts import RelayDoor, start_relay
 from sidestep.ipc.transport import curve
+from tests.integration.faults.plans import causes
 from tests.integration.hosts.two_hosts import THERE, TwoHosts
 from tests.processes import is_alive
 from tests.waiting import until, until_stats
@@ -116,6 +119,29 @@ async def test_what_ends_on_the_other_host_is_named(
         assert isinstance(result, EngineDeadError)
         assert re.search(cause, str(result)), result
     await until_ended(ids)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(kind="raise", at=5, rank=1),
+        Fault(kind="drop", at=5, message="step", rank=1),
+        Fault(kind="corrupt", at=5, message="step", rank=1),
+        Fault(kind="corrupt", at=5, message="output", rank=1),
+    ],
+    ids=lambda fault: f"{fault.kind}-{fault.message or fault.process}",
+)
+async def test_a_fault_of_the_other_host_is_named(
+    make_llm: MakeLLM, hosts: TwoHosts, fault: Fault
+) -> None:
+    """Cover what the ranks of the other host report, and what their relay finds."""
+    faults = msgspec.to_builtins(FaultPlan((fault,)))
+    llm = make_llm(pipeline_parallel_size=2, restart_limit=0, fake_faults=faults)
+    with pytest.raises(EngineDeadError) as caught:
+        await tokens_of(llm, [1, 2, 3], 1500)
+    assert any(re.search(cause, str(caught.value)) for cause in causes(fault)), str(caught.value)
+    assert "worker 1 (stage 1) on host there" in str(caught.value)
+    await until_ended([hosts.relays[-1].pid])
 
 
 async def test_a_rank_of_the_core_s_own_host_is_named_with_it(
