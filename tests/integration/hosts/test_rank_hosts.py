@@ -202,15 +202,16 @@ async def test_calls_and_masks_reach_the_other_host(
     assert await tokens_of(llm, [4, 5], 9) == expected_tokens([4, 5], 9, 5, vocab)
 
 
-async def test_a_rank_that_hangs_on_the_other_host_is_killed_and_its_requests_go_on(
-    make_llm: MakeLLM, hosts: TwoHosts
+@pytest.mark.parametrize("victim", ["rank", "core"])
+async def test_a_process_that_hangs_is_killed_and_its_requests_go_on(
+    make_llm: MakeLLM, hosts: TwoHosts, victim: str
 ) -> None:
     llm = make_llm(pipeline_parallel_size=2, fake_step_ms=5.0, stall_limit=1.0)
     vocab = llm.get_tokenizer().vocab_size
     calls = [asyncio.create_task(tokens_of(llm, [9, i], 200)) for i in range(4)]
     await until_stats(llm, num_running=4)
     relay, (worker,) = processes(hosts)
-    worker.suspend()
+    (worker if victim == "rank" else psutil.Process(llm.core_pid)).suspend()
     got = await asyncio.gather(*calls)
     assert got == [expected_tokens([9, i], 200, 5, vocab) for i in range(4)]
     assert llm.recovery.restarts == {"stall": 1}
