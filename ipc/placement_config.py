@@ -23,7 +23,7 @@ class PlacementConfig(Options):
     head_address: str | None = option(
         None,
         "With placer 'join': HOST:PORT at which this program listens for other hosts, and by which "
-        "they reach it. Port 0 takes a free one.",
+        "they reach it, over IPv4. Port 0 takes a free one.",
     )
     invitation_file: str | None = option(
         None,
@@ -59,9 +59,14 @@ class PlacementConfig(Options):
         )
         if self.head_address is not None:
             try:
-                host_and_port(self.head_address)
+                host, _ = host_and_port(self.head_address)
             except ValueError as error:
                 raise ValidationError("head_address", str(error)) from None
+            require(
+                host not in ("0.0.0.0", "*"),
+                "head_address",
+                f"must be an address by which other hosts reach this one, not {host}",
+            )
         require(
             not is_join or self.head_address is not None,
             "head_address",

@@ -95,9 +95,10 @@ class JoinPlacer(Placer):
 
 
 def numeric_host(name: str) -> str:
-    """Return the numeric address of a host. Raises EngineStartError."""
+    """Return the numeric IPv4 address of a host. Raises EngineStartError."""
     try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        return str(found[0][4][0])
     except OSError as error:
         raise EngineStartError(f"{name} is no host: {error}") from None
 

@@ -12,7 +12,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import zmq
@@ -27,9 +27,9 @@ class ClientAddress:
 
     to_core: str
     from_core: str
-    server_key: str | None = None
+    server_key: str | None = field(default=None, repr=False)
     """The public key that the core must know, as z85 text; None for socket files."""
-    secret_key: str | None = None
+    secret_key: str | None = field(default=None, repr=False)
     """The key of the frontend that listens; the core does not get it."""
 
     @property

@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from sidestep.frontend.options.engine_args import EngineArgs
+from sidestep.frontend.placement import cores as cores_module
 from sidestep.frontend.placement import head as head_module
 from sidestep.frontend.placement.head import Head
 from sidestep.frontend.placement.remote_core import RemoteCore
@@ -173,6 +174,22 @@ def test_the_end_of_a_connection_is_the_end_of_the_host(
     host.hear(StartCore)
     host.socket.close(linger=0)
     assert death_of(core) == "host h2 has gone: its connection has ended"
+
+
+def test_a_core_that_cannot_be_reached_is_killed(
+    monkeypatch: pytest.MonkeyPatch, head: Head, new: Callable[[str], Host]
+) -> None:
+    monkeypatch.setattr(cores_module, "_REPORT_S", 0.01)
+    host = new("h2").join()
+    core = head.place(args())
+    number = host.hear(StartCore).core
+    core.link_ended()
+    assert death_of(core) == "the connection to the engine core on host h2 has ended"
+    assert host.hear(EndCore).kills
+    later = head.place(args(1))
+    assert later.host is None, "the room is free when the core has ended"
+    host.end(number)
+    assert host.hear(StartCore).args.replica == 1
 
 
 def test_cores_wait_for_room_and_have_gpus_of_their_own(
