@@ -268,6 +268,7 @@ class EngineCore:
         elif call.method == "stats":
             result = self.scheduler.stats() | self.recorder.stats() | self._resets.stats()
             result["num_waiting"] += self.calls.num_held
+            result["num_refused_peers"] = float(self.executor.num_refused())
         elif call.method == "sleep_level":
             result = {"level": float(self.calls.sleep_level)}
         elif call.method == "reset_prefix_cache":

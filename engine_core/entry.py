@@ -14,7 +14,10 @@ def main(raw: bytes) -> None:
     """Launch the workers, then run the core. This is the entry point of the process."""
     args = decode_args(raw, CoreArgs)
     executor: Executor = registry.load(registry.EXECUTORS["multiproc"])(
-        args.config, args.replica, 0 if args.again is None else args.again.number
+        args.config,
+        args.replica,
+        0 if args.again is None else args.again.number,
+        args.rank_hosts,
     )
     obstacle = _obstacle(args, executor)
     if obstacle is None:

@@ -10,6 +10,8 @@ import time
 import traceback
 from dataclasses import replace
 
+import msgspec
+
 from sidestep.engine_core.core import EngineCore
 from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.progress import Progress, WorkersStalledError
@@ -20,8 +22,8 @@ from sidestep.executor.base import Executor, WorkerReady
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.model.cache_groups import cache_groups
-from sidestep.ipc.processes.core_args import ClientAddress, CoreArgs
-from sidestep.ipc.processes.cpu_use import CpuUse
+from sidestep.ipc.processes.addresses import ClientAddress
+from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.processes.process import freeze_heap
 from sidestep.ipc.transport.black_box import BlackBox
 from sidestep.ipc.transport.channels import CoreChannel
@@ -43,6 +45,8 @@ def main(args: CoreArgs, executor: Executor, obstacle: Dead | None = None) -> No
     try:
         if obstacle is None:
             core, ready = start(args.config, executor, _box(args))
+            hosts = {host.name: host.address for host in args.rank_hosts}
+            ready = msgspec.structs.replace(ready, hosts=hosts)
             channel.broadcast(ready)
             freeze_heap()
             run(core, channel, ready)
@@ -106,7 +110,7 @@ def start(
         progress=Progress(
             config.frontend.stall_limit,
             time.monotonic,
-            None if worker.device_type == "cuda" else CpuUse(executor.worker_pids()),
+            None if worker.device_type == "cuda" else executor.cpu_use(),
         ),
         box=box,
     )
@@ -180,7 +184,8 @@ def run(core: EngineCore, channel: CoreChannel, ready: Ready) -> None:
 def _connect(message: Connect, channel: CoreChannel, ready: Ready) -> Answer:
     """Connect another frontend, and tell it that the engine serves as soon as it listens."""
     try:
-        client = channel.connect(ClientAddress(message.to_core, message.from_core))
+        address = ClientAddress(message.to_core, message.from_core, message.server_key)
+        client = channel.connect(address)
     except Exception as error:
         return Answer(call_id=message.call_id, error=f"the engine cannot connect: {error}")
     channel.send(client, ready)

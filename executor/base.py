@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
@@ -123,7 +124,15 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def worker_pids(self) -> list[int]:
-        """Return one process id for each rank."""
+        """Return one process id for each rank on this host."""
+
+    def cpu_use(self) -> CpuUse:
+        """Return the CPU time of all ranks, beginning with now."""
+        return CpuUse(self.worker_pids())
+
+    def num_refused(self) -> int:
+        """Return the number of strangers' connections that have been refused at open ports."""
+        return 0
 
     @abc.abstractmethod
     def kill(self) -> None:

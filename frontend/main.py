@@ -20,7 +20,8 @@ from sidestep.frontend.options.flags import (
     add_topology_flags,
     add_url_flags,
 )
-from sidestep.frontend.options.option_flags import option_values
+from sidestep.frontend.options.node_options import NodeOptions
+from sidestep.frontend.options.option_flags import add_option_flags, option_values
 from sidestep.frontend.options.option_parser import OptionParser, check_variables, source_of
 from sidestep.ipc.common import logs
 from sidestep.ipc.common.errors import SidestepError, ValidationError
@@ -46,6 +47,7 @@ def make_parser(version: str) -> OptionParser:
     _add_topology(commands)
     _add_compile_kernels(commands)
     _add_trace(commands)
+    _add_node(commands)
     return parser
 
 
@@ -157,6 +159,14 @@ def _add_trace(commands: argparse._SubParsersAction[OptionParser]) -> None:
     add_engine_flags(trace, positional_model=True)
 
 
+def _add_node(commands: argparse._SubParsersAction[OptionParser]) -> None:
+    node = commands.add_parser(
+        "node", help="lend this host to an engine on another (--placer join)"
+    )
+    add_option_flags(node.add_argument_group("options of the host"), NodeOptions)
+    add_option_flags(node.add_argument_group("log"), LogConfig)
+
+
 def main(argv: Sequence[str] | None = None, version: str = "") -> int:
     """Run a command, and return its exit status.
 
@@ -183,6 +193,8 @@ def main(argv: Sequence[str] | None = None, version: str = "") -> int:
             from sidestep.frontend.cli.topology_command import run_topology as run
         elif parsed.command == "compile-kernels":
             from sidestep.frontend.cli.compile_kernels import run_compile_kernels as run
+        elif parsed.command == "node":
+            from sidestep.frontend.placement.node.command import run_node as run
         elif parsed.command == "trace" and parsed.crash is not None:
             from sidestep.frontend.bench.crash_report import run_crash_report as run
         elif parsed.command == "trace":

@@ -7,8 +7,11 @@ reads environment variables.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
+import socket
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from sidestep.ipc.frontend_config import FrontendConfig
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec
+from sidestep.ipc.placement_config import PlacementConfig
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -66,6 +70,7 @@ class EngineConfig:
     frontend: FrontendConfig
     spec: ModelSpec
     """Contents of the model's config.json; its `path` is a local folder."""
+    placement: PlacementConfig = PlacementConfig()
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
@@ -129,6 +134,8 @@ _SERVICE_LINK = re.compile(
     r"SIDESTEP_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)"
 )
 """Variables that Kubernetes sets in each pod if a service's name begins with 'sidestep'."""
+_SIOCGIFADDR = 0x8915
+"""Linux's request for the IPv4 address of a network interface."""
 
 
 def environment_options() -> dict[str, str]:
@@ -221,6 +228,34 @@ def exact_products_environment() -> dict[str, str]:
     except OSError:
         wide = False
     return {"MKL_CBWR": "AVX512,STRICT" if wide else "AVX2,STRICT"}
+
+
+def interface_environment(address: str | None) -> dict[str, str]:
+    """Return the variables that make torch's messages between hosts use an address's interface.
+
+    An interface that the user has chosen stays. Without an address there is nothing to choose.
+    """
+    interface = None if address is None else _interface_of(address)
+    if interface is None:
+        return {}
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {name: os.environ.get(name) or interface for name in names}
+
+
+def _interface_of(address: str) -> str | None:
+    """Return the name of the network interface with an IPv4 address; None if it is not found."""
+    if address.startswith("127."):  # the loopback interface has all of these
+        address = "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            asked = struct.pack("256s", name.encode()[:15])
+            try:
+                told = fcntl.ioctl(any_socket, _SIOCGIFADDR, asked)
+            except OSError:  # it has no address
+                continue
+            if socket.inet_ntoa(told[20:24]) == address:
+                return name
+    return None
 
 
 def available_cores() -> int:

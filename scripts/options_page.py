@@ -12,6 +12,7 @@ from typing import Any
 
 from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.frontend.options.eval_options import EvalArgs
+from sidestep.frontend.options.node_options import NodeOptions
 from sidestep.frontend.options.option_flags import flag_names
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.ipc.common.options import Options
@@ -74,6 +75,7 @@ def _parts() -> Iterator[str]:
             yield from _section(cls)
     yield from _section(ServerArgs)
     yield from _section(EvalArgs)
+    yield from _section(NodeOptions)
 
 
 def _section(cls: type[Any]) -> Iterator[str]:

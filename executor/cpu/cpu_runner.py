@@ -58,6 +58,7 @@ class ModelRunner(StepOrder[CpuStep]):
             stage=self._stage.index,
             num_stages=self._stage.count,
             rendezvous=args.rendezvous,
+            listener=args.listener,
         )
         self._model = CpuModel(args, self._limits, parallel)
         self._state = HostTables(

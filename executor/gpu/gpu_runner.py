@@ -101,6 +101,7 @@ class GpuRunner(StepOrder[GpuStep]):
             stage=self._stage.index,
             num_stages=self._stage.count,
             rendezvous=args.rendezvous,
+            listener=args.listener,
             cuda=device.type == "cuda",
         )
         with _memory_errors():

@@ -37,11 +37,13 @@ class Parallel:
         stage: int = 0,
         num_stages: int = 1,
         rendezvous: str | None = None,
+        listener: int | None = None,
         cuda: bool = False,
     ) -> None:
         """Join the group. rank, size: within this stage of the pipeline.
 
-        All ranks of all stages meet in the file `rendezvous`.
+        All ranks of all stages meet at `rendezvous`: a file, or tcp://address:port, where rank 0
+        has the listening socket `listener`.
         """
         self.rank = rank
         self.size = size
@@ -55,7 +57,7 @@ class Parallel:
 
             dist.init_process_group(
                 "nccl" if cuda else "gloo",
-                init_method=f"file://{rendezvous}",
+                store=_store(rendezvous or "", size * num_stages, listener),
                 rank=stage * size + rank,
                 world_size=size * num_stages,
                 timeout=_TIMEOUT,
@@ -150,6 +152,25 @@ class Parallel:
             return self.share(total)
         head = self.rank * total // self.size
         return range(head, head + 1)
+
+
+def _store(rendezvous: str, num_ranks: int, listener: int | None) -> Any:
+    """Return the store through which ranks meet."""
+    from torch import distributed
+
+    dist: Any = distributed
+    if not rendezvous.startswith("tcp://"):
+        return dist.FileStore(rendezvous, num_ranks)
+    address, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    return dist.TCPStore(
+        address.strip("[]"),
+        int(port),
+        num_ranks,
+        listener is not None,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+    )
 
 
 def _gather_function(dist: Any) -> Any:

@@ -132,6 +132,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
         rank=0,
         replica=0,
         rendezvous=None,
+        listener=None,
+        gpu=None,
         compiled=None,
         spec=msgspec.structs.replace(args.spec, path=""),
         model=replace(

@@ -76,6 +76,8 @@ class Reply(enum.IntEnum):
     """MessagePack of StepFailed: a step raised, and the worker waits for the order to reset."""
     RESET = 5
     """Empty: the worker has forgotten all requests; outputs from here on are of new steps."""
+    GONE = 6
+    """Said in the place of a worker that has ended; see executor/hosts/host_ranks.py."""
 
 
 class Failure(msgspec.Struct, frozen=True):

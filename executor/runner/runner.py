@@ -39,10 +39,16 @@ class WorkerArgs:
     start: int = 0
     """Number of times that the replica has been started before."""
     rendezvous: str | None = None
-    """A file where torch.distributed's ranks meet; None with one rank."""
+    """Where torch.distributed's ranks meet: a file's path, or tcp://address:port for ranks on
+    several hosts; None with one rank."""
+    listener: int | None = None
+    """Descriptor of the listening socket of a tcp address, for rank 0."""
     compiled: int | None = None
     """A descriptor that reads end-of-file when the process that compiles kernels ahead has ended
     (executor/processes/kernel_compiler.py)."""
+    gpu: int | None = None
+    """Index of the rank's GPU among those that this process sees; None where the GPUs follow one
+    another as the ranks of all replicas do."""
 
     @classmethod
     def of(
@@ -52,8 +58,7 @@ class WorkerArgs:
         rank: int,
         replica: int = 0,
         start: int = 0,
-        rendezvous: str | None = None,
-        compiled: int | None = None,
+        gpu: int | None = None,
     ) -> Self:
         """Return the arguments of one rank of an engine with this configuration."""
         return cls(
@@ -66,13 +71,14 @@ class WorkerArgs:
             parallel=config.parallel,
             scheduler=config.scheduler,
             max_model_len=config.max_model_len,
-            rendezvous=rendezvous,
-            compiled=compiled,
+            gpu=gpu,
         )
 
     @property
     def gpu_index(self) -> int:
         """Index of the rank's GPU among those that this process sees, if it has one."""
+        if self.gpu is not None:
+            return self.gpu
         return self.replica * self.parallel.num_ranks + self.rank
 
     @property

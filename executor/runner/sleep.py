@@ -57,7 +57,7 @@ class SleepCalls:
 def return_freed_memory() -> None:
     """Give the process's freed memory back to the system.
 
-    Workers let the C library keep it (executor/processes/multiproc.py).
+    Workers let the C library keep it (executor/hosts/local_ranks.py).
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries have none
     if trim is not None:

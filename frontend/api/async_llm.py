@@ -30,6 +30,7 @@ from sidestep.frontend.output.choices import Choices
 from sidestep.frontend.output.output_processor import Delivery, OutputProcessor
 from sidestep.frontend.output.outputs import BeamSearchOutput, RequestOutput
 from sidestep.frontend.output.request_state import RequestState
+from sidestep.frontend.placement.make_placer import make_placer
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.vllm.vllm_names import RefusesVllmMethods, takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, ValidationError
@@ -38,8 +39,7 @@ from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.pooling_params import PoolingType
 from sidestep.ipc.params.sampling_params import SamplingParams
 from sidestep.ipc.params.structured_outputs_params import StructuredOutputsParams
-from sidestep.ipc.processes.core_args import ClientAddress, Invitation
-from sidestep.ipc.transport.channels import new_address, remove_address
+from sidestep.ipc.processes.core_args import Invitation
 from sidestep.ipc.transport.messages import AddRequest, pack_ids
 
 _GRACE_S = 0.25
@@ -61,18 +61,19 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
         # A weak reference, so that an engine without other references is collected and shut down.
         self_ref = weakref.ref(self)
         self._config = config
-        self._invited: list[ClientAddress] = []
         self._outputs = OutputProcessor(lambda handles: _abort(self_ref, handles))
-        channels, line = open_channels(config, invitation)
+        placer = make_placer(config)
+        channels, line = open_channels(config, invitation, placer)
         self._replicas = ReplicaSet(
             config,
             self._outputs,
             channels,
             line=line,
             dead=invitation.dead if invitation is not None else None,
+            placer=placer,
         )
         self._home = self._replicas.home
-        self._finalizer = weakref.finalize(self, _close, self._replicas, self._invited)
+        self._finalizer = weakref.finalize(self, _close, self._replicas)
         try:
             if invitation is None:
                 self._replicas.start_cores()
@@ -123,9 +124,7 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
     async def invite(self) -> str:
         """Return a text with which one further program can `join` this engine."""
         await self._replicas.wait_serving()
-        addresses = {replica: new_address() for replica in self._replicas.alive}
-        self._invited += addresses.values()
-        return (await self._replicas.invite(addresses)).encode()
+        return (await self._replicas.invite()).encode()
 
     def __repr__(self) -> str:
         state = (
@@ -480,12 +479,9 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
                 self._outputs.end_at(state, request.deadline + _GRACE_S)
 
 
-def _close(replicas: ReplicaSet, invited: list[ClientAddress]) -> None:
-    if not replicas.home.is_here:
-        return
-    replicas.close()
-    for address in invited:  # the addresses of frontends that never came remain
-        remove_address(address)
+def _close(replicas: ReplicaSet) -> None:
+    if replicas.home.is_here:
+        replicas.close()
 
 
 def _abort(llm: weakref.ref[AsyncLLM], handles: list[int]) -> None:

@@ -8,12 +8,14 @@ from typing import Literal
 
 import msgspec
 
+from sidestep.frontend.placement.placer import HostStatus
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.vllm.vllm_names import takes_vllm_arguments
 from sidestep.ipc.common.errors import EngineDeadError, EngineStalledError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.transport.clocks import moved_request, moved_step
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.records import RequestRecord, StepRecord, unpack_requests, unpack_steps
 
@@ -130,11 +132,10 @@ class EngineView:
         They are the last steps that have come back, from number `since` on. The recorder holds some
         thousand; asking stops nothing.
         """
-        return unpack_steps(
-            (
-                await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
-            ).records
-        )
+        answer = await self._replicas.ask(replica, "step_records", since=since, timeout_s=_ANSWER_S)
+        offset = self._replicas.clock_offset_ns(replica)
+        steps = unpack_steps(answer.records)
+        return [moved_step(step, -offset) for step in steps] if offset else steps
 
     async def get_request_records(self, limit: int | None = None) -> list[RequestRecord]:
         """Return the last requests that have ended, then all live ones with what each waits for.
@@ -147,10 +148,16 @@ class EngineView:
             "request_records", limit=limit, timeout_s=_ANSWER_S
         )
         return [
-            msgspec.structs.replace(record, replica=replica) if replica else record
+            self._here(record, replica)
             for replica, answer in answers.items()
             for record in unpack_requests(answer.records)
         ]
+
+    def _here(self, record: RequestRecord, replica: int) -> RequestRecord:
+        """Return a record of a replica with that number, and with times of this machine's clock."""
+        if offset := self._replicas.clock_offset_ns(replica):
+            record = moved_request(record, -offset)
+        return msgspec.structs.replace(record, replica=replica) if replica else record
 
     @property
     def errored(self) -> bool:
@@ -166,6 +173,19 @@ class EngineView:
     def replicas(self) -> list[ReplicaStatus]:
         """The data-parallel replicas, which of them live, and the causes of the others' deaths."""
         return self._replicas.replicas
+
+    @property
+    def hosts(self) -> list[HostStatus]:
+        """The other hosts that have joined, each with its replicas; none with placer 'local'.
+
+        A frontend that has joined the engine sees those that have replicas.
+        """
+        return self._replicas.placer.hosts or _hosts_of(self.replicas)
+
+    @property
+    def num_refused_peers(self) -> int:
+        """Peers without a key that have been refused at this frontend's ports."""
+        return self._replicas.num_refused
 
     @property
     def max_model_len(self) -> int:
@@ -212,7 +232,8 @@ class EngineView:
     def pids(self) -> dict[str, int]:
         """Process ids of this frontend, the core and each worker, by name.
 
-        With several replicas the names of the cores and workers begin with 'replica_N_'.
+        With several replicas the names of the cores and workers begin with 'replica_N_'. Ids of
+        replicas on other hosts are of those hosts.
         """
         pids = {"frontend": os.getpid()}
         for status in self.replicas:
@@ -224,6 +245,16 @@ class EngineView:
                     for rank, pid in enumerate(status.ready.worker_pids)
                 }
         return pids
+
+
+def _hosts_of(replicas: Iterable[ReplicaStatus]) -> list[HostStatus]:
+    """Return the hosts that the replicas which serve have named."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for status in replicas:
+        if status.ready is not None and status.dead is None and status.restarting is None:
+            for host in status.ready.hosts.items():
+                found.setdefault(host, []).append(status.number)
+    return [HostStatus(*host, tuple(numbers)) for host, numbers in found.items()]
 
 
 def _stalled_s(ping: Answer) -> float:

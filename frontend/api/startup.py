@@ -6,6 +6,7 @@ import logging
 
 from sidestep.frontend.input.no_tokenizer import NoTokenizer
 from sidestep.frontend.input.tokenizer import Tokenizer
+from sidestep.frontend.placement.placer import Placer
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.core_args import Invitation
@@ -26,7 +27,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
 
 
 def open_channels(
-    config: EngineConfig, invitation: Invitation | None
+    config: EngineConfig, invitation: Invitation | None, placer: Placer
 ) -> tuple[dict[int, tuple[FrontendChannel, int]], GuestEnd | None]:
     """Return a channel to each replica, with this frontend's number there, and the line.
 
@@ -36,7 +37,7 @@ def open_channels(
     channels: dict[int, tuple[FrontendChannel, int]] = {}
     if invitation is None:
         for replica in range(config.parallel.data_parallel_size):
-            channels[replica] = FrontendChannel(), 0
+            channels[replica] = FrontendChannel(placer.new_address()), 0
         return channels, None
     line = GuestEnd(invitation.line)
     try:

@@ -106,8 +106,12 @@ async def _send(target: Target, request: PlannedRequest, begin: float) -> Sample
 
 
 def cpu_times(llm: AsyncLLM) -> dict[str, float]:
-    """Return the CPU seconds of each of the engine's processes so far, as far as known."""
-    times = {name: cpu_seconds(pid) for name, pid in llm.pids.items()}
+    """Return the CPU seconds of each of the engine's processes so far, as far as known.
+
+    Those on other hosts are not known.
+    """
+    pids = {name: pid for name, pid in llm.pids.items() if name == "frontend" or not llm.hosts}
+    times = {name: cpu_seconds(pid) for name, pid in pids.items()}
     return {name: seconds for name, seconds in times.items() if seconds is not None}
 
 

@@ -34,6 +34,7 @@ from sidestep.ipc.model.model_spec import (
     load_model_spec,
     resolve_model_path,
 )
+from sidestep.ipc.placement_config import PlacementConfig
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
 _WITHOUT_WEIGHTS = ("config.json", *TOKENIZER_FILES)
@@ -45,7 +46,13 @@ CommandLine = TypeVar("CommandLine", bound=argparse.ArgumentParser)
 @takes_vllm_options
 @dataclass(frozen=True)
 class EngineArgs(
-    LogConfig, FrontendConfig, ParallelConfig, SchedulerConfig, CacheConfig, ModelConfig
+    LogConfig,
+    FrontendConfig,
+    PlacementConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    CacheConfig,
+    ModelConfig,
 ):
     """Every option of the engine as one flat set of keyword arguments.
 
@@ -85,6 +92,7 @@ class EngineArgs(
             scheduler=self._section(SchedulerConfig),
             parallel=self._section(ParallelConfig),
             frontend=self._section(FrontendConfig),
+            placement=self._section(PlacementConfig),
             spec=with_head_tokens(spec, tokenizer_path),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),

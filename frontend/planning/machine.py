@@ -84,6 +84,11 @@ def this_machine() -> Machine:
     return Machine(list(gpus.values()), links, available_cores(), memory)
 
 
+def gpu_indices() -> list[str]:
+    """Return the indices of all GPUs, visible or not; without nvidia-smi there are none."""
+    return _nvidia_smi("--query-gpu=index", "--format=csv,noheader").split()
+
+
 def bandwidth_of(name: str) -> float | None:
     """Return the bandwidth of a GPU's memory in bytes a second, as its maker states it.
 

@@ -6,6 +6,7 @@ import abc
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.stall_watch import StallWatch
 from sidestep.ipc.common.errors import (
@@ -14,7 +15,9 @@ from sidestep.ipc.common.errors import (
     ValidationError,
     WorkerCallError,
 )
-from sidestep.ipc.processes.core_args import ClientAddress, Seat
+from sidestep.ipc.processes.addresses import ClientAddress
+from sidestep.ipc.processes.core_args import Seat
+from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
@@ -31,6 +34,8 @@ class CoreQuestions(abc.ABC):
     _restarting: dict[int, str]
     _size: int
     _watch: StallWatch
+    _closed: bool
+    placer: Placer
 
     @abc.abstractmethod
     def attach(self) -> None:
@@ -214,6 +219,36 @@ class CoreQuestions(abc.ABC):
             elif not isinstance(error, EngineDeadError):
                 raise error
         return found
+
+    @property
+    def num_refused(self) -> int:
+        """Peers without a key that have been refused at this frontend's ports."""
+        return self.placer.num_refused + sum(c.num_refused for c in self._clients.values())
+
+    def clock_offset_ns(self, replica: int) -> int:
+        """Return the clock of a replica's host minus this one, in nanoseconds; 0 on this host."""
+        return self._clients[replica].clock_offset_ns
+
+    def recorded(self, replica: int) -> Recorded | None:
+        """Return what the present core of a replica has noted, also after its death."""
+        return None if (core := self._core_of(replica)) is None else core.recorded()
+
+    def _core_of(self, replica: int) -> PlacedCore | None:
+        return self._clients[replica].core
+
+    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
+        """Ask a replica whether it has nothing to do, and watch it: it may hang."""
+        answer = self._clients[replica].ask_idle()
+        self._suspect(replica)
+        return answer
+
+    def _suspect(self, replica: int) -> None:
+        """Watch a replica whose core another frontend finds silent."""
+        if replica in self._alive and not self._closed:
+            self._watch.suspect(replica)
+
+    async def _connect(self, replica: int, address: ClientAddress) -> int:
+        return await self._clients[replica].connect(address)
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Let the replicas serve another frontend too, and return its seats.

@@ -46,7 +46,7 @@ class Crash(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     cause: str
     origin: str
-    """'worker', 'core', 'stall', 'message' or 'start'."""
+    """'worker', 'core', 'stall', 'message', 'start' or 'host'."""
     device: str
     pids: list[int]
     """The process ids of the core and of the ranks, in this order."""

@@ -147,16 +147,17 @@ class Dispatcher:
         else:
             self.router.resume(replica)  # it may have stalled while it was kept for suspects
 
-    def move(self, replica: int, *, holds: bool, has_told: bool) -> None:
+    def move(self, replica: int, *, holds: bool, has_told: bool, adds: bool) -> None:
         """Let other replicas continue the requests of one that has died, except for suspects.
 
         holds: whether to hold suspects, until they have their turns. has_told: whether the replica
-        has told all that had begun; else each of its requests may have.
+        has told all that had begun; else each of its requests may have. adds: whether requests
+        that were no suspects become ones.
         """
         for sent in self._sent.take(replica):
             self._counts.replayed += 1
             has_run = sent.has_run or not has_told
-            is_held = holds and (has_run or sent.first in self._suspects)
+            is_held = holds and ((has_run and adds) or sent.first in self._suspects)
             if is_held:
                 where = {handle: len(self._tokens_of(handle)) for handle in sent.live}
                 self._suspects.hold(sent.first, replica, where, has_run=has_run)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.ipc.common.errors import (
     EngineDeadError,
     EngineStartError,
@@ -24,11 +24,11 @@ from sidestep.ipc.common.errors import (
     WorkerCallError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import OWNER, ClientAddress, CoreArgs, StartAgain
+from sidestep.ipc.processes.addresses import ClientAddress
+from sidestep.ipc.processes.core_args import OWNER, CoreArgs, StartAgain
 from sidestep.ipc.processes.forking import KeptLoop
-from sidestep.ipc.processes.process import Child, kill_child, spawn
-from sidestep.ipc.transport.black_box import BlackBox, Recorded, new_memory
 from sidestep.ipc.transport.channels import Broken
+from sidestep.ipc.transport.clocks import ClockOffset
 from sidestep.ipc.transport.messages import (
     Answer,
     Call,
@@ -50,8 +50,9 @@ _JOIN_S = 60.0
 """Seconds that a core may take to answer a frontend that joins."""
 
 
-Origin = Literal["core", "worker", "stall", "message", "start"]
-"""Where a death began: in a process, with one that hung, with a message, or before the core served.
+Origin = Literal["core", "worker", "stall", "message", "start", "host"]
+"""Where a death began: in a process, with one that hung, with a message, before the core served, or
+with the end of a whole host.
 """
 
 
@@ -73,6 +74,10 @@ class Channel(Protocol):
     """
 
     address: ClientAddress
+
+    @property
+    def num_refused(self) -> int:
+        """Strangers that have been refused at its ports."""
 
     def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         """Return the next message, or None after `timeout_s` seconds without one."""
@@ -128,11 +133,13 @@ class EngineClient:
         self._on_ready = on_ready
         self._on_workers = on_workers
         self._has_served = False
-        self._core: Child | None = None
-        self._box: BlackBox | None = None
+        self._core: PlacedCore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls: dict[int, asyncio.Future[Answer]] = {}
         self._call_ids = itertools.count()
+        self._asked_ns: dict[int, int] = {}
+        """By number of a call that waits for an answer: when it was sent."""
+        self._clock = ClockOffset()
         self._closed = False
         self._joined_by: float | None = None
         self._kept_loop: KeptLoop | None = None
@@ -140,43 +147,30 @@ class EngineClient:
     # Starting and ending.
 
     def start_core(
-        self, config: EngineConfig, replica: int = 0, again: StartAgain | None = None
+        self,
+        placer: Placer,
+        config: EngineConfig,
+        replica: int = 0,
+        again: StartAgain | None = None,
     ) -> None:
-        """Start the core's process and return at once.
+        """Start the core and return at once.
 
-        again: what it needs to take the place of a core that has died.
+        again: what it needs to take the place of a core that has died. Raises OSError.
         """
-        memory = new_memory()
-        self._box = BlackBox.of_descriptor(os.dup(memory))
-        try:
-            self._core = self._spawn_core(memory, config, replica, again)
-        finally:
-            os.close(memory)
-
-    def _spawn_core(
-        self, memory: int, config: EngineConfig, replica: int, again: StartAgain | None
-    ) -> Child:
-        return spawn(
-            "engine core",
-            "sidestep.engine_core.entry:main",
-            CoreArgs(
-                config=config,
-                clients=(self._channel.address,),
-                replica=replica,
-                again=again,
-                black_box=memory,
-            ),
-            log_config=config.logs,
-            remove=(self._channel.address.folder,),
-            pass_fds=(memory,),
+        args = CoreArgs(
+            config=config, clients=(self._channel.address.for_core,), replica=replica, again=again
         )
+        self._core = placer.place(args)
 
-    def recorded(self) -> Recorded | None:
-        """Return what the core has noted, also after its death.
+    @property
+    def num_refused(self) -> int:
+        """Peers without a key that have been refused at the channel's ports."""
+        return self._channel.num_refused
 
-        None for a core that another process started.
-        """
-        return None if self._box is None else self._box.read()
+    @property
+    def core(self) -> PlacedCore | None:
+        """The core that this frontend has started; None for another frontend's."""
+        return self._core
 
     def poll_ready(self, timeout_s: float) -> Ready | None:
         """Wait at most `timeout_s` seconds for the core to serve; None if it does not serve yet.
@@ -219,9 +213,7 @@ class EngineClient:
         """Kill a core that hangs, after its workers: it cannot end them. Only its owner can."""
         if self._core is None:
             return
-        for pid in ready.worker_pids:
-            kill_child(pid, self._core.pid)
-        self._core.kill()
+        self._core.kill(ready.worker_pids)
         self._on_readable()  # it may have said something before it hung
         self._die(cause, "stall")
 
@@ -274,9 +266,8 @@ class EngineClient:
         loop.add_reader(self._channel.fileno(), self._on_readable)
         if self._core is not None:
             self._core.on_death(lambda cause: self._tell_loop(loop, cause))
-        else:  # not our child: its end is seen by its connection
-            loop.add_reader(self._channel.gone_fileno(), self._on_gone)
-            loop.call_soon(self._on_gone)
+        loop.add_reader(self._channel.gone_fileno(), self._on_gone)
+        loop.call_soon(self._on_gone)
         # The descriptor signals only changes: messages that came earlier must be read now.
         loop.call_soon(self._on_readable)
 
@@ -338,6 +329,7 @@ class EngineClient:
                 call_id=call_id,
                 to_core=address.to_core,
                 from_core=address.from_core,
+                server_key=address.server_key,
             ),
             None,
         )
@@ -365,9 +357,19 @@ class EngineClient:
         """Send a message, and return the future of its answer."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._calls[message.call_id] = future
-        future.add_done_callback(lambda _: self._calls.pop(message.call_id, None))
+        self._asked_ns[message.call_id] = time.monotonic_ns()
+        future.add_done_callback(lambda _: self._forget_call(message.call_id))
         self.send(message)
         return future
+
+    def _forget_call(self, call_id: int) -> None:
+        self._calls.pop(call_id, None)
+        self._asked_ns.pop(call_id, None)
+
+    @property
+    def clock_offset_ns(self) -> int:
+        """The clock of the core's host minus this one; 0 on this host."""
+        return self._clock.ns
 
     async def _ask(self, make: Callable[[int], Call | Connect], timeout_s: float | None) -> Answer:
         self.attach()
@@ -397,9 +399,7 @@ class EngineClient:
                 num_steps -= 1
                 self._take_outputs(message, num_steps > 0)
             elif isinstance(message, Answer):
-                future = self._calls.get(message.call_id)
-                if future is not None and not future.done():
-                    future.set_result(message)
+                self._take_answer(message)
             elif isinstance(message, Ready):
                 self._serves(message)
             elif isinstance(message, WorkersChanged):
@@ -409,6 +409,13 @@ class EngineClient:
                 self._die(message.cause, message.origin, message.is_final, is_told=True)
             elif isinstance(message, Broken):
                 self._break_off(message.cause)
+
+    def _take_answer(self, answer: Answer) -> None:
+        future, sent_ns = self._calls.get(answer.call_id), self._asked_ns.get(answer.call_id)
+        if sent_ns is not None and answer.now_ns is not None:
+            self._clock.answered(sent_ns, answer.now_ns, time.monotonic_ns())
+        if future is not None and not future.done():
+            future.set_result(answer)
 
     def _serves(self, ready: Ready) -> None:
         self._has_served = True
@@ -436,7 +443,11 @@ class EngineClient:
             self.close()
 
     def _on_gone(self) -> None:
-        if not self._closed and self._channel.core_is_gone():
+        if self._closed or not self._channel.core_is_gone():
+            return
+        if self._core is not None:
+            self._core.link_ended()  # its placer knows more, and reports it
+        else:
             self._core_ended("the engine core has ended")
 
     def _tell_loop(self, loop: asyncio.AbstractEventLoop, cause: str) -> None:
@@ -448,7 +459,8 @@ class EngineClient:
 
     def _core_ended(self, cause: str) -> None:
         self._on_readable()  # its last messages have more details than its exit status
-        self._die(cause, "core")
+        is_of_host = self._core is not None and self._core.end_is_of_host
+        self._die(cause, "host" if is_of_host else "core")
 
     def _die(
         self, cause: str, origin: Origin, is_final: bool = False, is_told: bool = False
@@ -457,5 +469,5 @@ class EngineClient:
             return
         self._dead_error = EngineDeadError(cause)
         self.fail_calls(self._dead_error)
-        origin = origin if self._has_served else "start"
+        origin = origin if self._has_served or origin == "host" else "start"
         self._on_death(Death(cause, origin, is_final, is_told))

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sidestep.ipc.common.errors import SidestepError
-from sidestep.ipc.processes.core_args import ClientAddress, Seat
-from sidestep.ipc.transport.channels import new_address, remove_address
+from sidestep.ipc.processes.addresses import ClientAddress, remove_address
+from sidestep.ipc.processes.core_args import Seat
 from sidestep.ipc.transport.owner_line import (
     Back,
     Down,
@@ -54,6 +54,8 @@ class _Guest:
     """The replicas at which it has a seat, or will have one that the core has been asked for."""
     attends: bool = False
     """Whether it has reported: its event loop has run."""
+    invited_to: list[ClientAddress] = field(default_factory=list)
+    """The addresses in its invitation, which it may use as long as it has not left."""
     given: dict[int, ClientAddress] = field(default_factory=dict)
     """By replica: the address of a seat that it got on the line."""
 
@@ -67,13 +69,16 @@ class Guests:
         alive: Callable[[], Iterable[int]],
         dead: Callable[[], Mapping[int, str]],
         suspect: Callable[[int], None],
+        new_address: Callable[[], ClientAddress],
     ) -> None:
         """Begin without guests.
 
         connect: lets the core of a replica serve a frontend at an address, and returns the
         frontend's number there. alive: the replicas that serve. dead: those that stay dead, each
         with the cause. suspect: called with a replica whose core does not answer a guest.
+        new_address: returns an address at which a guest can listen.
         """
+        self._new_address = new_address
         self._suspect = suspect
         self._connect = connect
         self._alive = alive
@@ -93,21 +98,20 @@ class Guests:
         for guest in self._guests:
             loop.add_reader(guest.end.fileno(), self._on_readable, guest)
 
-    def invite(self, seats: Iterable[int]) -> str:
-        """Expect another guest, and return the path of its line.
-
-        seats: the replicas at which its invitation has seats.
-        """
+    def invite(self, seats: Sequence[Seat]) -> str:
+        """Expect another guest, and return the path of its line. seats: those of its invitation."""
         assert self._loop is not None, "attach() comes first"
-        guest = _Guest(next(self._numbers), OwnerEnd(), set(seats))
+        replicas = {seat.replica for seat in seats}
+        addresses = [seat.address for seat in seats]
+        guest = _Guest(next(self._numbers), OwnerEnd(), replicas, invited_to=addresses)
         self._guests.append(guest)
         self._loop.add_reader(guest.end.fileno(), self._on_readable, guest)
         return guest.end.path
 
-    def down(self, replica: int, cause: str) -> None:
+    def down(self, replica: int, cause: str, *, of_host: bool) -> None:
         """Tell all that a replica has died and is being started again."""
         self._forget_seats(replica)
-        self.tell_all(Down(replica, cause))
+        self.tell_all(Down(replica, cause, of_host))
 
     def lost(self, replica: int, cause: str) -> None:
         """Tell all that a replica stays dead."""
@@ -179,8 +183,8 @@ class Guests:
             task.add_done_callback(self._tasks.discard)
 
     async def _seat(self, guest: _Guest, replica: int) -> None:
-        address = guest.given[replica] = new_address()
         with suppress(SidestepError):  # the replica has died again: it gets a seat at the next one
+            address = guest.given[replica] = self._new_address()
             number = await self._connect(replica, address)
             if guest.given.get(replica) is address:
                 self._tell(guest, Back(Seat(replica, number, address)))
@@ -206,5 +210,5 @@ class Guests:
 
     def _drop(self, guest: _Guest) -> None:
         guest.end.close()
-        for address in guest.given.values():
+        for address in (*guest.invited_to, *guest.given.values()):
             remove_address(address)

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 
 from sidestep.frontend.output.output_processor import OutputProcessor
+from sidestep.frontend.placement.make_placer import make_placer
+from sidestep.frontend.placement.placer import Placer
 from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.dispatcher import Dispatcher
@@ -37,13 +39,12 @@ from sidestep.ipc.common.errors import (
     SidestepError,
 )
 from sidestep.ipc.config import EngineConfig
-from sidestep.ipc.processes.core_args import ClientAddress, Invitation
+from sidestep.ipc.processes.addresses import remove_address
+from sidestep.ipc.processes.core_args import Invitation, Seat
 from sidestep.ipc.processes.forking import Home
-from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.channels import FrontendChannel
 from sidestep.ipc.transport.messages import (
     AddRequest,
-    Answer,
     Outputs,
     Ready,
 )
@@ -74,19 +75,21 @@ class ReplicaSet(CoreQuestions):
         *,
         line: GuestEnd | None = None,
         dead: Mapping[int, str] | None = None,
-        open_channel: Callable[[], Channel] = FrontendChannel,
+        placer: Placer | None = None,
+        open_channel: Callable[[], Channel] | None = None,
     ) -> None:
         """Make the clients of the replicas, without starting any.
 
         outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
         each with this frontend's number there. line: the line to the owner of the engine, if
         another frontend owns it. dead: the replicas that stay dead, each with the cause.
-        open_channel: makes the channel to a core that is started again.
+        placer: starts the cores. open_channel: makes the channel to a core that is started again.
         """
         self.home = Home()
         self._config = config
         self._outputs = outputs
         self._joins = line is not None
+        self.placer = placer if placer is not None else make_placer(config)
         self._size = config.parallel.data_parallel_size
         self._clients = {
             replica: self._make_client(replica, *channel) for replica, channel in channels.items()
@@ -99,10 +102,17 @@ class ReplicaSet(CoreQuestions):
             for replica in range(self._size)
             if replica not in channels and replica not in self._dead
         }
-        self._guests = Guests(self._connect, lambda: self._alive, lambda: self._dead, self._suspect)
+        new_address = self.placer.new_address
+        self._guests = Guests(
+            self._connect, lambda: self._alive, lambda: self._dead, self._suspect, new_address
+        )
         self._supervisor: Supervisor = (
             OwnSupervisor(
-                config, self, CrashFiles(config, lambda: outputs.deliveries), open_channel
+                config,
+                self,
+                CrashFiles(config, lambda: outputs.deliveries),
+                self.placer,
+                open_channel or (lambda: FrontendChannel(new_address())),
             )
             if line is None
             else GuestSupervisor(config, self, line)
@@ -122,7 +132,7 @@ class ReplicaSet(CoreQuestions):
             lambda: self._requests.busy,
             self._on_stall,
             lambda replica, cause: self._clients[replica].kill(self._ready[replica], cause),
-            CpuWorkers(self._ready).compute,
+            CpuWorkers(self._ready, self._core_of, config.placement.placer == "local").compute,
             0.0 if self._joins else config.frontend.stall_limit,
         )
 
@@ -145,9 +155,10 @@ class ReplicaSet(CoreQuestions):
     # Starting and ending.
 
     def start_cores(self) -> None:
-        """Start all cores' processes and return at once."""
+        """Start all cores' processes and return at once. Raises EngineStartError."""
+        self.placer.begin()
         for replica, client in self._clients.items():
-            client.start_core(self._config, replica)
+            client.start_core(self.placer, self._config, replica)
 
     def wait_ready(self) -> None:
         """Wait until all replicas serve.
@@ -209,6 +220,7 @@ class ReplicaSet(CoreQuestions):
             client.close()
         for client in self._clients.values():
             client.close()
+        self.placer.close()
 
     @property
     def replicas(self) -> list[ReplicaStatus]:
@@ -284,17 +296,20 @@ class ReplicaSet(CoreQuestions):
 
     # Other frontends.
 
-    async def invite(self, addresses: Mapping[int, ClientAddress]) -> Invitation:
-        """Return an invitation for a program that will listen at these addresses, by replica.
+    async def invite(self) -> Invitation:
+        """Return an invitation for a program that will listen for the cores.
 
         Raises EngineDeadError.
         """
-        seats = await self.seats(addresses)
-        line = self._guests.invite(seat.replica for seat in seats)
-        return Invitation(seats, self._config, line, self._dead)
-
-    async def _connect(self, replica: int, address: ClientAddress) -> int:
-        return await self._clients[replica].connect(address)
+        addresses = {replica: self.placer.new_address() for replica in self._alive}
+        seats: tuple[Seat, ...] = ()
+        try:
+            seats = await self.seats(addresses)
+        finally:
+            taken = {seat.replica for seat in seats}
+            for replica in addresses.keys() - taken:
+                remove_address(addresses[replica])
+        return Invitation(seats, self._config, self._guests.invite(seats), self._dead)
 
     # Requests.
 
@@ -395,10 +410,6 @@ class ReplicaSet(CoreQuestions):
         new = self._clients[replica] = self._make_client(replica, channel, client)
         return new
 
-    def recorded(self, replica: int) -> Recorded | None:
-        """Return what the present core of a replica has noted, also after its death."""
-        return self._clients[replica].recorded()
-
     def died(self, replica: int, death: Death) -> None:
         """Move the requests of a replica that has died, and have it started again if it may be.
 
@@ -420,7 +431,7 @@ class ReplicaSet(CoreQuestions):
             return
         self.counts.restarts[death.origin] += not self._joins
         logger.error("%s; it is being started again", self.named(replica, death.cause))
-        self._guests.down(replica, death.cause)
+        self._guests.down(replica, death.cause, of_host=death.origin == "host")
         self._move_all(replica, death, returns=True)
 
     def lost(self, replica: int, cause: str, death: Death | None = None) -> None:
@@ -451,8 +462,10 @@ class ReplicaSet(CoreQuestions):
     def _move_all(self, replica: int, death: Death, *, returns: bool) -> None:
         if self._dispatcher is not None:
             holds = self._supervisor.has_judge(death)
-            self._dispatcher.move(replica, holds=holds, has_told=death.is_told)
-            self._supervisor.moved(replica, self.named(replica, death.cause), returns=returns)
+            of_host = death.origin == "host"
+            self._dispatcher.move(replica, holds=holds, has_told=death.is_told, adds=not of_host)
+            cause = self.named(replica, death.cause)
+            self._supervisor.moved(replica, cause, returns=returns, of_host=of_host)
 
     def may_hear_of(self, replica: int) -> bool:
         """Return whether messages of a replica may still come."""
@@ -461,12 +474,6 @@ class ReplicaSet(CoreQuestions):
     def take_decision(self, decision: Claimed | Turn | Parked | Blamed) -> None:
         """Carry out a decision about suspects, here and at the guests."""
         self._branch.take(decision)
-
-    def ask_idle(self, replica: int) -> asyncio.Future[Answer]:
-        """Ask a replica whether it has nothing to do, and watch it: it may hang."""
-        answer = self._clients[replica].ask_idle()
-        self._suspect(replica)
-        return answer
 
     def _on_stall(self, replica: int, reason: str | None) -> None:
         """Let the router skip a replica while it makes no progress."""
@@ -479,11 +486,6 @@ class ReplicaSet(CoreQuestions):
             router.suspend(replica)
             if reason == SILENT:
                 self._supervisor.silent(replica)
-
-    def _suspect(self, replica: int) -> None:
-        """Watch a replica whose core another frontend finds silent."""
-        if replica in self._alive and not self._closed:
-            self._watch.suspect(replica)
 
     def _die(self) -> None:
         self._error = self._all_dead()

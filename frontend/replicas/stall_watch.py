@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from sidestep.frontend.placement.placer import PlacedCore
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.transport.messages import Answer, Ready
 
@@ -55,15 +56,28 @@ class _Look:
 class CpuWorkers:
     """The workers of replicas that compute on a CPU."""
 
-    def __init__(self, ready: Mapping[int, Ready]) -> None:
-        """Look at nothing yet. ready: the first message of each replica that serves."""
-        self._ready = ready
+    def __init__(
+        self,
+        ready: Mapping[int, Ready],
+        core: Callable[[int], PlacedCore | None],
+        are_here: bool,
+    ) -> None:
+        """Look at nothing yet.
+
+        ready: the first message of each replica that serves. core: returns the core of a replica,
+        or None for another frontend's. are_here: whether such cores run on this machine.
+        """
+        self._ready, self._core, self._are_here = ready, core, are_here
         self._uses: dict[int, tuple[Ready, CpuUse]] = {}
 
     def compute(self, replica: int) -> bool:
         """Return whether a replica's workers have computed on a CPU since the last call."""
         ready = self._ready[replica]
         if ready.device_type == "cuda":
+            return False
+        if (core := self._core(replica)) is not None:
+            return core.computes(ready.worker_pids)
+        if not self._are_here:
             return False
         last, use = self._uses.get(replica, (None, None))
         if use is None or last is not ready:

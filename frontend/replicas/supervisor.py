@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from sidestep.frontend.placement.placer import Placer
 from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.probation.judge import Judge
@@ -95,10 +96,10 @@ class Supervisor(abc.ABC):
         """Return whether suspects of a death will get their turns."""
 
     @abc.abstractmethod
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Take note that the requests of a replica that has died have moved, or are held.
 
-        returns: whether the replica is being started again.
+        returns: whether the replica is being started again. of_host: whether its host has gone.
         """
 
     @abc.abstractmethod
@@ -146,9 +147,11 @@ class OwnSupervisor(Supervisor):
         config: EngineConfig,
         host: Host,
         crash_files: CrashFiles,
-        open_channel: Callable[[], Channel] = FrontendChannel,
+        placer: Placer,
+        open_channel: Callable[[], Channel],
     ) -> None:
-        """Start nothing yet."""
+        """Start nothing yet. open_channel: makes the channel to a core that is started again."""
+        self._placer = placer
         self._config = config
         self._host = host
         self._crash_files = crash_files
@@ -178,7 +181,7 @@ class OwnSupervisor(Supervisor):
             return death.cause
         if replica in self._asleep:
             return f"{death.cause}; it slept, and what sleeps is not started again"
-        is_free = self._judge.is_free(replica)
+        is_free = death.origin == "host" or self._judge.is_free(replica)
         delay_s = self._budget.take_free(replica) if is_free else self._budget.take(replica)
         if delay_s is None:
             return death.cause + self._budget.spent(replica)
@@ -186,7 +189,9 @@ class OwnSupervisor(Supervisor):
         again = StartAgain(self._budget.total(replica), delay_s, pids)
         try:
             client = self._host.replace_client(replica, self._open_channel(), OWNER)
-            client.start_core(with_weights(self._config, self._weights), replica, again)
+            client.start_core(
+                self._placer, with_weights(self._config, self._weights), replica, again
+            )
         except OSError as error:  # no descriptor or no process can be had
             return f"{death.cause}; it cannot be started again: {error}"
         self._started_with[replica] = self._weights
@@ -197,9 +202,9 @@ class OwnSupervisor(Supervisor):
         """Return True: this frontend decides."""
         return True
 
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Let the suspects run in probation."""
-        self._judge.died(replica, cause, returns=returns)
+        self._judge.died(replica, cause, returns=returns, of_host=of_host)
 
     def serves(self, replicas: Iterable[int]) -> None:
         """Let suspects run there, if it is their turn."""
@@ -283,7 +288,7 @@ class GuestSupervisor(Supervisor):
         """Return whether the owner lives and knows of the death."""
         return self._line.is_open and death.origin != "message"
 
-    def moved(self, replica: int, cause: str, *, returns: bool) -> None:
+    def moved(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
         """Go on with the owner's news, which may have waited for this."""
         if self._news and self._loop is not None:
             self._loop.call_soon(self._use_news)
@@ -322,7 +327,7 @@ class GuestSupervisor(Supervisor):
 
     def _use(self, news: News) -> None:
         if isinstance(news, Down):
-            self._host.died(news.replica, Death(news.cause))
+            self._host.died(news.replica, Death(news.cause, "host" if news.of_host else "core"))
         elif isinstance(news, Lost):
             self._host.lost(news.replica, news.cause)
         elif isinstance(news, Back):

@@ -213,3 +213,11 @@ def not_a_choice(value: object, choices: Iterable[str]) -> str:
     """Return the sentence that refuses a value which is none of the choices."""
     known = list(choices)
     return f"{value!r} is not one of {', '.join(known)}{did_you_mean(str(value), known)}"
+
+
+def host_and_port(text: str) -> tuple[str, int]:
+    """Return the parts of HOST:PORT; an IPv6 address has brackets. Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)

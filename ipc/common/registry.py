@@ -79,9 +79,12 @@ RUNNERS: dict[str, str] = {
 """Device name -> what a worker process runs its steps on."""
 
 EXECUTORS: dict[str, str] = {
-    "multiproc": "sidestep.executor.processes.multiproc:MultiprocExecutor",
+    "multiproc": "sidestep.executor.hosts.multiproc:MultiprocExecutor",
 }
 """Name -> how the core reaches its workers."""
+
+RELAY = "sidestep.executor.hosts.relay:main"
+"""The process that runs ranks of a replica on another host than the core's."""
 
 TOKENIZER_CONVERTER = "sidestep.executor.processes.tokenizer_converter:main"
 """The process that converts a tokenizer to tokenizer.json, with transformers."""
@@ -148,6 +151,12 @@ ROUTERS: dict[str, str] = {
     "round_robin": "sidestep.frontend.routing.round_robin:RoundRobinRouter",
 }
 """Name -> router, which chooses the data-parallel replica that takes a request."""
+
+PLACERS: dict[str, str] = {
+    "join": "sidestep.frontend.placement.join:JoinPlacer",
+    "local": "sidestep.frontend.placement.local:LocalPlacer",
+}
+"""Name -> placer, which starts the cores of replicas, here or on other hosts."""
 
 TOOL_PARSERS: dict[str, str] = {
     "hermes": "sidestep.frontend.parsers.hermes:HermesToolParser",

@@ -10,22 +10,11 @@ import msgspec
 
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.config import EngineConfig
+from sidestep.ipc.processes.addresses import ClientAddress
+from sidestep.ipc.processes.rank_hosts import RankHost
 
 OWNER = 0
 """Number, at its core, of the frontend that starts the core; other frontends join."""
-
-
-@dataclass(frozen=True)
-class ClientAddress:
-    """The addresses at which one frontend listens: it binds both ends, the core connects."""
-
-    to_core: str
-    from_core: str
-
-    @property
-    def folder(self) -> str:
-        """The folder that holds the socket files, and nothing else."""
-        return os.path.dirname(self.to_core.removeprefix("ipc://"))
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,8 @@ class Invitation:
     @property
     def folders(self) -> list[str]:
         """The folders of the socket files, which are gone once the program has joined."""
-        return [os.path.dirname(self.line), *(seat.address.folder for seat in self.seats)]
+        folders = [folder for seat in self.seats for folder in seat.address.folders]
+        return [os.path.dirname(self.line), *folders]
 
     def encode(self) -> str:
         """Return the invitation as JSON."""
@@ -98,3 +88,6 @@ class CoreArgs:
     """None at the replica's first start."""
     black_box: int | None = None
     """Descriptor of the memory for its notes; see ipc/transport/black_box.py."""
+    rank_hosts: tuple[RankHost, ...] = ()
+    """The hosts of the replica's ranks, in the order of the ranks; the core's own host is the first
+    one. Empty where the replicas of one host share its GPUs in their order."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 LEAST_S = 0.02
 """Seconds of CPU time that count as computing: two ticks of the clock by which Linux tells them.
@@ -14,13 +15,42 @@ _HALTED = (b"T", b"t", b"Z", b"X")
 """States of a process that is stopped, traced or gone, in /proc."""
 
 
+class CpuTime(NamedTuple):
+    """The CPU time that some processes have used."""
+
+    seconds: float
+    is_halted: bool
+    """Whether one of them is stopped: the others may wait for it with all their might."""
+
+
+def cpu_time(pids: Iterable[int]) -> CpuTime | None:
+    """Return the CPU time of processes of this host; None if one is gone, or without /proc."""
+    ticks, is_halted = 0, False
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+        except OSError:
+            return None
+        is_halted |= fields[0] in _HALTED
+        ticks += int(fields[11]) + int(fields[12])
+    return CpuTime(ticks / os.sysconf("SC_CLK_TCK"), is_halted)
+
+
 class CpuUse:
     """Looks at the CPU time of processes that wait for each other, such as a replica's ranks."""
 
-    def __init__(self, pids: Sequence[int]) -> None:
-        """Begin with their times of now."""
+    def __init__(
+        self, pids: Sequence[int], elsewhere: Sequence[Callable[[], CpuTime | None]] = ()
+    ) -> None:
+        """Begin with their times of now.
+
+        elsewhere: each returns the time of processes on another host, as far as it is known.
+        """
         self._pids = tuple(pids)
-        self._seconds = self._look(())
+        self._elsewhere = elsewhere
+        time = self._look()
+        self._seconds = None if time is None else time.seconds
 
     def __repr__(self) -> str:
         return f"CpuUse({self._pids}, {self._seconds} s)"
@@ -35,22 +65,19 @@ class CpuUse:
 
         False if one of them is stopped or gone: the others may wait for it with all their might.
         """
-        seconds = self._look(_HALTED)
-        if seconds is None or self._seconds is None or seconds - self._seconds < LEAST_S:
+        time = self._look()
+        if time is None or time.is_halted or self._seconds is None:
             return False
-        self._seconds = seconds
+        if time.seconds - self._seconds < LEAST_S:
+            return False
+        self._seconds = time.seconds
         return True
 
-    def _look(self, excluded: Sequence[bytes]) -> float | None:
-        """Return their seconds; None if one is in an excluded state, or not known."""
-        total = 0
-        for pid in self._pids:
-            try:
-                with open(f"/proc/{pid}/stat", "rb") as file:
-                    fields = file.read().rpartition(b")")[2].split()
-            except OSError:
+    def _look(self) -> CpuTime | None:
+        """Return the time of all of them; None if one is gone, or its time is not known."""
+        seconds, is_halted = 0.0, False
+        for time in (cpu_time(self._pids), *(look() for look in self._elsewhere)):
+            if time is None:
                 return None
-            if fields[0] in excluded:
-                return None
-            total += int(fields[11]) + int(fields[12])
-        return total / os.sysconf("SC_CLK_TCK")
+            seconds, is_halted = seconds + time.seconds, is_halted or time.is_halted
+        return CpuTime(seconds, is_halted)

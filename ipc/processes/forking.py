@@ -53,14 +53,16 @@ os.register_at_fork(
 )
 
 
-def close_sockets_of(paths: Collection[str]) -> None:
-    """Close this process's sockets that are bound to these files, and their accepted connections.
+def close_sockets_of(places: Collection[str | tuple[str, int]]) -> None:
+    """Close this process's sockets that are bound to these places, and their accepted connections.
+
+    places: paths of socket files, and addresses with ports.
 
     The library that opened them does not give their descriptors.
     """
     for descriptor in map(int, os.listdir("/dev/fd")):
         with suppress(OSError):  # the listing's own descriptor is closed by now
-            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _bound_to(descriptor) in paths:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _bound_to(descriptor) in places:
                 os.close(descriptor)
 
 
@@ -71,7 +73,8 @@ def _bound_to(descriptor: int) -> object:
     """
     held = socket.socket(fileno=descriptor)
     try:
-        return held.getsockname()
+        name = held.getsockname()
+        return name[:2] if isinstance(name, tuple) else name
     finally:
         held.detach()
 

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import logging
 import selectors
-import shutil
-import tempfile
-import uuid
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import zmq
 
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.processes.addresses import ClientAddress, new_address, remove_address
 from sidestep.ipc.processes.forking import close_sockets_of, keep_from_children
+from sidestep.ipc.transport import curve
+from sidestep.ipc.transport.clocks import moved_to_core, moved_to_frontend
+from sidestep.ipc.transport.ends import EndWatch, LocalEnds, RemoteEnds
 from sidestep.ipc.transport.envelope import Refused, open_sealed, seal
 from sidestep.ipc.transport.messages import ToCore, ToFrontend, decode_to_frontend, encode
 
@@ -56,26 +57,9 @@ def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
     return frames
 
 
-def new_address() -> ClientAddress:
-    """Return an address in a private folder of its own.
-
-    The folder has mode 0700, so that no other user can talk to the engine.
-    """
-    folder = tempfile.mkdtemp(prefix="sidestep-")
-    return ClientAddress(
-        to_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
-        from_core=f"ipc://{folder}/{uuid.uuid4().hex[:8]}",
-    )
-
-
-def remove_address(address: ClientAddress) -> None:
-    """Remove the socket files. Connections that are made already go on."""
-    shutil.rmtree(address.folder, ignore_errors=True)
-
-
-def _watch(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Return a socket that is readable once the other end is closed, or its process has ended."""
-    return socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+def _watch(socket: zmq.Socket[bytes], *others: zmq.Socket[bytes], is_remote: bool) -> EndWatch:
+    """Return a watch of a socket's connections; `others` must be watched only if it is remote."""
+    return RemoteEnds(socket, *others) if is_remote else LocalEnds(socket)
 
 
 class FrontendChannel:
@@ -89,10 +73,15 @@ class FrontendChannel:
         self.address = address if address is not None else new_address()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._out, self._in = _open(self._context, zmq.PUSH), _open(self._context, zmq.PULL)
-        self._gone = _watch(self._in)
         self._is_sealed = False
         self._is_ours = True
+        self._gone = _watch(self._in, self._out, is_remote=self.address.is_remote)
         try:
+            if self.address.server_key is not None:
+                assert self.address.secret_key is not None, "it is an address for a core"
+                keys = curve.CurveKeys(self.address.server_key, self.address.secret_key)
+                for socket in (self._out, self._in):
+                    curve.listen(socket, keys)
             self._out.bind(self.address.to_core)
             self._in.bind(self.address.from_core)
         except zmq.ZMQError:
@@ -125,6 +114,8 @@ class FrontendChannel:
         if not self._is_ours:
             return
         try:
+            if self.address.is_remote:
+                message = moved_to_core(message, -time.monotonic())
             self._out.send(seal(message), zmq.NOBLOCK if self._is_sealed else 0)
         except zmq.Again:
             # Without a peer the socket would wait for one, on the thread that must learn that the
@@ -149,7 +140,10 @@ class FrontendChannel:
         messages: list[ToFrontend | Broken] = []
         for frame in frames:
             try:
-                messages.append(decode_to_frontend(frame))
+                message = decode_to_frontend(frame)
+                if self.address.is_remote:
+                    message = moved_to_frontend(message, time.monotonic())
+                messages.append(message)
             except Exception as error:
                 messages.append(Broken(f"a message of the engine core could not be read: {error}"))
                 break
@@ -157,11 +151,16 @@ class FrontendChannel:
 
     def gone_fileno(self) -> int:
         """Return a descriptor that is readable when `core_is_gone` may have changed."""
-        return int(self._gone.getsockopt(zmq.FD))
+        return self._gone.fileno()
 
     def core_is_gone(self) -> bool:
         """Return whether the core's process has left since the last call."""
-        return self._is_ours and bool(_drain(self._gone))
+        return self._is_ours and self._gone.has_ended()
+
+    @property
+    def num_refused(self) -> int:
+        """Strangers that have been refused at its ports."""
+        return self._gone.num_refused
 
     def leave_to_parent(self) -> None:
         """Close a forked process's copies of the connections.
@@ -169,9 +168,7 @@ class FrontendChannel:
         With them open, the core would not see this frontend's end.
         """
         self._is_ours = False
-        close_sockets_of(
-            {path.removeprefix("ipc://") for path in (self.address.to_core, self.address.from_core)}
-        )
+        close_sockets_of(self.address.bound)
 
     def close(self) -> None:
         """Close the sockets. May be called twice. A forked child closes nothing of its parent's."""
@@ -191,7 +188,9 @@ class CoreChannel:
         # A socket for each frontend: who sent a message is known, whatever the message says.
         self._in: dict[int, zmq.Socket[bytes]] = {}
         self._out: dict[int, zmq.Socket[bytes]] = {}
-        self._gone: dict[int, zmq.Socket[bytes]] = {}
+        self._gone: dict[int, EndWatch] = {}
+        self._remote: set[int] = set()
+        """The frontends on other hosts, whose clocks differ."""
         self._num_clients = 0
         for client in clients:
             self.connect(client)
@@ -204,19 +203,24 @@ class CoreChannel:
         """
         client = self._num_clients
         into, out = _open(self._context, zmq.PULL), _open(self._context, zmq.PUSH)
-        monitor = _watch(out)
+        watch = _watch(out, is_remote=address.is_remote)
         try:
+            if address.server_key is not None:
+                curve.connect(into, address.server_key)
+                curve.connect(out, address.server_key)
             into.connect(address.to_core)
             out.connect(address.from_core)
         except (zmq.ZMQError, TypeError, ValueError):
-            out.disable_monitor()
-            for socket in (monitor, out, into):
+            watch.close()
+            for socket in (out, into):
                 socket.close(linger=0)
             raise
         self._num_clients += 1
-        self._in[client], self._out[client], self._gone[client] = into, out, monitor
-        for socket in (into, monitor):
-            self._selector.register(int(socket.getsockopt(zmq.FD)), selectors.EVENT_READ)
+        self._in[client], self._out[client], self._gone[client] = into, out, watch
+        if address.is_remote:
+            self._remote.add(client)
+        for descriptor in (int(into.getsockopt(zmq.FD)), watch.fileno()):
+            self._selector.register(descriptor, selectors.EVENT_READ)
         return client
 
     def take_gone(self) -> list[int]:
@@ -224,14 +228,13 @@ class CoreChannel:
 
         Nothing more is sent to them.
         """
-        gone = [client for client, monitor in self._gone.items() if _drain(monitor)]
+        gone = [client for client, watch in self._gone.items() if watch.has_ended()]
         for client in gone:
-            into, monitor = self._in.pop(client), self._gone.pop(client)
-            out = self._out.pop(client)
-            for socket in (into, monitor):
-                self._selector.unregister(int(socket.getsockopt(zmq.FD)))
-            out.disable_monitor()
-            for socket in (monitor, out, into):
+            into, watch = self._in.pop(client), self._gone.pop(client)
+            for descriptor in (int(into.getsockopt(zmq.FD)), watch.fileno()):
+                self._selector.unregister(descriptor)
+            watch.close()
+            for socket in (self._out.pop(client), into):
                 socket.close(linger=0)
         return gone
 
@@ -245,7 +248,10 @@ class CoreChannel:
         for client, socket in self._in.items():
             for frame in _drain(socket):
                 try:
-                    messages.append(open_sealed(client, frame))
+                    message = open_sealed(client, frame)
+                    if client in self._remote and not isinstance(message, Refused):
+                        message = moved_to_core(message, time.monotonic())
+                    messages.append(message)
                 except ValueError as error:
                     logger.warning(
                         "dropped a message of frontend %d with %d bytes: %s",
@@ -258,6 +264,8 @@ class CoreChannel:
     def send(self, client: int, message: ToFrontend) -> None:
         """Queue a message for one frontend, without waiting. Do nothing if it has left."""
         if (out := self._out.get(client)) is not None:
+            if client in self._remote:
+                message = moved_to_frontend(message, -time.monotonic())
             out.send(encode(message))
 
     def broadcast(self, message: ToFrontend) -> None:

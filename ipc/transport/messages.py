@@ -103,6 +103,8 @@ class Connect(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tr
     call_id: int
     to_core: str
     from_core: str
+    server_key: str | None = None
+    """The public key of the frontend's ports; None for socket files."""
 
 
 class CallWorkers(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -140,6 +142,9 @@ class Ready(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True
     """'cuda', 'cpu' or 'fake'."""
     core_pid: int
     worker_pids: list[int]
+    """The process ids of the ranks on the core's own host."""
+    hosts: dict[str, str] = {}
+    """Names of the hosts that have its ranks -> their addresses; empty for this machine."""
 
 
 class Dead(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):
@@ -240,6 +245,8 @@ class Answer(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=Tru
     records: bytes = b""
     """Records for 'step_records' and 'request_records'; see ipc/transport/records.py."""
     error: str | None = None
+    now_ns: int | None = None
+    """The core's monotonic time at the answer, for a frontend on another host."""
 
 
 class WorkersChanged(msgspec.Struct, tag=True, array_like=True, frozen=True, kw_only=True):

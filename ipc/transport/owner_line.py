@@ -27,6 +27,8 @@ class Down(msgspec.Struct, tag=True, frozen=True):
 
     replica: int
     cause: str
+    of_host: bool = False
+    """Whether its host has gone, so that no request is the cause."""
 
 
 class Back(msgspec.Struct, tag=True, frozen=True):

@@ -19,6 +19,7 @@ import pytest
 from sidestep import AsyncLLM, EngineDeadError, EngineStartError, SamplingParams, ValidationError
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.frontend.replicas import engine_client
+from sidestep.ipc.processes.core_args import Invitation
 from tests.waiting import until, until_idle
 
 MakeLLM = Callable[..., AsyncLLM]
@@ -149,8 +150,8 @@ async def test_the_engine_s_end_is_told_to_all(kill: bool, make_llm: MakeLLM) ->
 
 async def test_invitations_that_nobody_took_leave_nothing_behind(make_llm: MakeLLM) -> None:
     llm = make_llm()
-    await llm.invite()
-    folder = os.path.dirname(llm._invited[0].to_core.removeprefix("ipc://"))
+    (seat,) = Invitation.decode(await llm.invite()).seats
+    (folder,) = seat.address.folders
     assert os.path.isdir(folder)
     llm.shutdown()
     assert not os.path.exists(folder)

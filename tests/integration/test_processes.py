@@ -25,7 +25,7 @@ print(heavy)
         "sidestep.frontend.main",
         "sidestep.engine_core.entry",
         "sidestep.engine_core.proc",
-        "sidestep.executor.processes.multiproc",
+        "sidestep.executor.hosts.multiproc",
         "sidestep.executor.runner.fake",
     ],
 )

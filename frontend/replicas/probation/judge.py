@@ -62,11 +62,16 @@ class Judge:
         """Return whether a death of this replica now is expected, so that no budget is charged."""
         return self._probation.is_free(replica)
 
-    def died(self, replica: int, cause: str, *, returns: bool) -> None:
-        """Take note of a death. returns: whether the replica is being started again."""
+    def died(self, replica: int, cause: str, *, returns: bool, of_host: bool) -> None:
+        """Take note of a death.
+
+        returns: whether the replica is being started again. of_host: whether its host has gone: no
+        request is the cause, and the replica may wait for another host.
+        """
         if self._probation.runs_on(replica):
             self._cause = cause
-        self._act(self._probation.died(replica, returns=returns))
+        returns = returns and not of_host
+        self._act(self._probation.died(replica, returns=returns, blames=not of_host))
 
     def serves(self, replica: int) -> None:
         """Take note that a replica serves again."""

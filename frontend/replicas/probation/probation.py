@@ -94,6 +94,8 @@ class Probation:
         self._turn = _Turn()
         self._fallen: tuple[int, _Turn] | None = None
         """The turn that a death has ended, and its replica, until all frontends have reported."""
+        self._blames = True
+        """Whether the death that ended the turn may have been a request's fault."""
         self._num_free_deaths = 0
 
     def __repr__(self) -> str:
@@ -111,11 +113,16 @@ class Probation:
 
     # Events.
 
-    def died(self, replica: int, *, returns: bool) -> list[Action]:
-        """Take note of a death. returns: whether the replica is being started again."""
+    def died(self, replica: int, *, returns: bool, blames: bool = True) -> list[Action]:
+        """Take note of a death.
+
+        returns: whether the replica is being started again, and soon. blames: whether a request may
+        be the cause.
+        """
         if self.runs_on(replica):
             self._fallen = replica, self._turn
-            self._num_free_deaths += 1
+            self._num_free_deaths += blames
+            self._blames = blames
         if replica == self.place:
             self._turn = _Turn()
         self._serving.discard(replica)
@@ -187,7 +194,7 @@ class Probation:
         replica, turn = fallen if fallen is not None else (None, _Turn())
         ran = {path for at, path in reports if at == replica}
         found = tuple(path for path in turn.suspects if path in ran)
-        is_blamed = len(turn.suspects) == 1 and ran == set(turn.suspects)
+        is_blamed = self._blames and len(turn.suspects) == 1 and ran == set(turn.suspects)
         self._forget({path for _, path in reports})
         others = list(dict.fromkeys(path for _, path in reports if path not in found))
         for start in range(0, len(others), GROUP_SIZE):

@@ -94,6 +94,7 @@ class Exposition:
                     *(self._for_pickers(engines, caches) if self._with_vllm else ()),
                     *self._of_recovery(figures),
                     *self._of_server(figures),
+                    self._of_strangers(engines, figures),
                     *self._of_tenants(figures.tenants),
                 ]
             )
@@ -326,6 +327,14 @@ class Exposition:
                 list(self._label.values()), _buckets(bounds, histogram.counts), histogram.sum
             )
             yield family
+
+    def _of_strangers(self, engines: Stats, figures: Figures) -> Metric:
+        at_relays = sum(stats.get("num_refused_peers", 0.0) for stats in engines.values())
+        return self._counter(
+            "refused_peers",
+            "Peers without a key that were refused at the ports for other hosts.",
+            {(): figures.num_refused_peers + at_relays},
+        )
 
     def _of_tenants(self, tenants: dict[str, TenantCounts]) -> Iterator[Metric]:
         yield self._gauge(

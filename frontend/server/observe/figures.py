@@ -59,6 +59,8 @@ class Figures(msgspec.Struct):
     """Number of requests that run in probation now, or wait for their turn."""
     replay_pause_s: float = 0.0
     """Seconds that requests have waited for a replica to serve again."""
+    num_refused_peers: int = 0
+    """Number of peers without a key that were refused at ports for other hosts."""
     num_processes: int = 1
     """Number of processes that gave their figures just now."""
 
@@ -83,6 +85,7 @@ class Figures(msgspec.Struct):
         self.num_blamed += other.num_blamed
         self.num_suspects += other.num_suspects
         self.replay_pause_s += other.replay_pause_s
+        self.num_refused_peers += other.num_refused_peers
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.generation_tokens += other.generation_tokens

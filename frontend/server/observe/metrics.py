@@ -128,7 +128,9 @@ class ServerMetrics:
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
 
-    def figures(self, tokens_received: int, recovery: RecoveryCounts) -> Figures:
+    def figures(
+        self, tokens_received: int, recovery: RecoveryCounts, num_refused_peers: int
+    ) -> Figures:
         """Return a copy of the counts, which other processes can add to theirs."""
         return Figures(
             histograms={
@@ -148,6 +150,7 @@ class ServerMetrics:
             num_blamed=recovery.blamed,
             num_suspects=recovery.suspects,
             replay_pause_s=recovery.pause_s,
+            num_refused_peers=num_refused_peers,
             cpu_seconds=time.process_time(),
             last_ttfts=self.last_ttfts.values(),
             last_gaps=self.last_gaps.values(),

@@ -79,7 +79,8 @@ class StatusRoutes:
             if status.restarting is not None
         }
         word = "degraded" if dead or stalled else "restarting" if restarting else good
-        return Status(word, dead, stalled, restarting)
+        hosts = {host.name: list(host.replicas) for host in self._service.llm.hosts}
+        return Status(word, dead, stalled, restarting, hosts)
 
     async def version(self, http: Request) -> Response:
         """Answer with the server's version."""

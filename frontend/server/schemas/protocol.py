@@ -261,6 +261,8 @@ class Status(msgspec.Struct, omit_defaults=True):
     """Number of each stalled replica -> the cause of the stall."""
     restarting_replicas: dict[str, str] = {}
     """Number of each replica that is being started again -> the cause of its death."""
+    hosts: dict[str, list[int]] = {}
+    """Name of each other host that has joined -> the replicas that it has, or has ranks of."""
 
 
 class Version(msgspec.Struct):

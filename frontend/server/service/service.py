@@ -176,7 +176,9 @@ class Service:
 
     def own_figures(self) -> Figures:
         """Return the figures of this process."""
-        return self.metrics.figures(self.llm.num_tokens_received, self.llm.recovery)
+        return self.metrics.figures(
+            self.llm.num_tokens_received, self.llm.recovery, self.llm.num_refused_peers
+        )
 
     # Checks of requests.
 

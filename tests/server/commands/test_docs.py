@@ -45,12 +45,18 @@ def runs_here(command: str) -> bool:
         and "compile-kernels" not in command  # tests/triton/compiling runs it, which takes long
         and "--crash" not in command  # tests/integration/recovery runs it, after a death
         and not is_server(command)
+        and not is_of_hosts(command)
         and command not in of_sidestep("README.md")
     )
 
 
 def is_server(command: str) -> bool:
-    return with_variables(command)[1][0] == "serve"
+    return with_variables(command)[1][0] == "serve" and not is_of_hosts(command)
+
+
+def is_of_hosts(command: str) -> bool:
+    """Return whether a command is of several hosts; tests/server/deploy/test_hosts.py runs it."""
+    return with_variables(command)[1][0] == "node" or "--placer join" in command
 
 
 def test_the_openai_client_streams_as_the_docs_show(tiny: LiveServer) -> None:

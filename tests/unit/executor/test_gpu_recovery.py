@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from sidestep.executor.hosts.multiproc import MultiprocExecutor
 from sidestep.executor.processes.gpu_recovery import FieldValue, load_nvml, what_gpus_need
-from sidestep.executor.processes.multiproc import MultiprocExecutor
 from sidestep.frontend.options.engine_args import EngineArgs
 
 UUID = "GPU-8f2a6ee5"
@@ -82,7 +82,7 @@ def test_only_a_replica_s_own_gpus_count(monkeypatch: pytest.MonkeyPatch) -> Non
         asked.append(list(gpus))
         return "GPU needs a reset"
 
-    module = "sidestep.executor.processes.multiproc"
+    module = "sidestep.executor.hosts.local_ranks"
     monkeypatch.setattr(f"{module}.what_gpus_need", need)
     monkeypatch.setattr(f"{module}.has_driver", lambda: True)
     config = EngineArgs(device="cuda", data_parallel_size=2).create_engine_config()

@@ -14,7 +14,7 @@ import pytest
 
 from sidestep.executor.base import Answered, StepFailed
 from sidestep.executor.cpu.cpu_runner import ModelRunner
-from sidestep.executor.processes.rank_answers import RankAnswers
+from sidestep.executor.hosts.rank_answers import RankAnswers
 from sidestep.executor.processes.worker import Order, Reply, run_steps
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput

@@ -12,7 +12,7 @@ import sys
 import msgspec
 import pytest
 
-from sidestep.executor.processes.multiproc import worker_environment
+from sidestep.executor.hosts.local_ranks import worker_environment
 from sidestep.executor.runner.kv_cache_size import cpu_kv_blocks
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import (

@@ -19,7 +19,7 @@ from sidestep.frontend.replicas.replica_set import ReplicaSet
 from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.frontend_config import FrontendConfig
-from sidestep.ipc.processes.core_args import ClientAddress
+from sidestep.ipc.processes.addresses import ClientAddress
 from sidestep.ipc.transport.channels import Broken
 from sidestep.ipc.transport.messages import (
     AbortRequests,
@@ -48,6 +48,7 @@ class FakeChannel:
         self._bell.setblocking(False)
         self._leaving, self._left = socket.socketpair()
         self.gone = False
+        self.num_refused = 0
 
     def wait_message(self, timeout_s: float) -> ToFrontend | Broken | None:
         return self._waiting.pop(0) if self._waiting else None
@@ -145,8 +146,7 @@ def llm_of(
     ).create_engine_config()
     llm._replicas = replicas_of(channels, llm._outputs, llm._config, max_model_len, open_channel)
     llm._home = llm._replicas.home
-    llm._invited = []
-    llm._finalizer = weakref.finalize(llm, _close, llm._replicas, llm._invited)
+    llm._finalizer = weakref.finalize(llm, _close, llm._replicas)
     llm._tokenizer = tokenizer
     llm._inputs = input_processor(tokenizer, max_model_len)
     llm._handles = itertools.count()

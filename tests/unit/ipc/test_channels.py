@@ -9,8 +9,8 @@ import select
 import pytest
 import zmq
 
-from sidestep.ipc.processes.core_args import ClientAddress
-from sidestep.ipc.transport.channels import Broken, CoreChannel, FrontendChannel, new_address
+from sidestep.ipc.processes.addresses import ClientAddress, new_address
+from sidestep.ipc.transport.channels import Broken, CoreChannel, FrontendChannel
 from sidestep.ipc.transport.envelope import Refused
 from sidestep.ipc.transport.messages import AbortRequests, Answer, Call, ToCore
 

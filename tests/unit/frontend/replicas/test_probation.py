@@ -91,24 +91,26 @@ class Engine:
         if self.held.pop(path, None) is not None:
             self.act(self.probation.passed([path]))
 
-    def kill(self, replica: int) -> None:
+    def kill(self, replica: int, *, of_host: bool = False) -> None:
         is_start = replica in self.starting
-        if not is_start and self.probation.is_free(replica):
+        if not is_start and not of_host and self.probation.is_free(replica):
             self.num_free += 1
         self.serving.discard(replica)
         self.starting.discard(replica)
         for path, at in self.at.items():
             if at == replica:
-                if path in self.begun:
+                is_suspect = path in self.held or not of_host and path in self.begun
+                if is_suspect and path in self.begun:
                     self.unreported.append((replica, path))
-                if path in self.begun or path in self.held:
+                if is_suspect:
                     self.held[path] = self.tokens[path]
                     self.granted.discard(path)
                 self.at[path] = None
         self.begun -= {path for path, at in self.at.items() if at is None}
         if self.restarts:
             self.starting.add(replica)
-        self.act(self.probation.died(replica, returns=self.restarts))
+        returns = self.restarts and not of_host
+        self.act(self.probation.died(replica, returns=returns, blames=not of_host))
 
     def turn(self) -> None:
         """Let something happen that may happen next."""
@@ -156,8 +158,11 @@ class Engine:
                 self.act(self.probation.passed([path]))
 
     def outside_kill(self) -> None:
-        """Kill a replica for no request's sake."""
+        """Kill a replica for no request's sake, alone or with its host."""
         replica = self.rng.choice(sorted(self.serving))
+        if self.rng.random() < 0.5:
+            self.kill(replica, of_host=True)
+            return
         begun = {path for path, at in self.at.items() if at == replica and path in self.begun}
         if len(begun) == 1:
             self.kills_alone |= begun

@@ -219,14 +219,14 @@ async def test_what_slept_stays_dead_and_new_weights_are_loaded_again(
     await turns()
     kill(cores[1])
     await turns()
-    config, replica, again = begun[0]
+    _, config, replica, again = begun[0]
     assert (config.spec.path, replica, again.number, again.delay_s) == ("/new", 1, 1, 0.0)
     assert again.pids == (1,), "the processes whose memory must be free"
     cores[0].say(WorkersChanged(weights="/newer"))
     await turns()
     cores[2].say(ready(9))  # it has read weights that are not in use any more
     await turns()
-    assert begun[1][0].spec.path == "/newer" and begun[1][2].pids == (9,)
+    assert begun[1][1].spec.path == "/newer" and begun[1][3].pids == (9,)
     cores[3].say(ready(10))
     await turns()
     assert health(llm) == "healthy"
