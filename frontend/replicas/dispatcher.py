@@ -17,6 +17,7 @@ from sidestep.frontend.replicas.continuation import continued
 from sidestep.frontend.replicas.engine_client import EngineClient
 from sidestep.frontend.replicas.probation.suspects import Suspects
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
+from sidestep.frontend.replicas.scaling.ttft_forecast import TtftForecast
 from sidestep.frontend.replicas.sent_requests import HELD, NOWHERE, Sent, SentRequests
 from sidestep.frontend.routing.router import RoutedRequest, Router
 from sidestep.ipc.common.errors import EngineDeadError
@@ -57,6 +58,7 @@ class Dispatcher:
         """The replicas that serve, each with its number of KV blocks."""
         self._place: int | None = None
         """The replica that is kept for suspects."""
+        self._forecast = TtftForecast()
 
     def __len__(self) -> int:
         """Return the number of choices that have not ended."""
@@ -66,6 +68,22 @@ class Dispatcher:
     def busy(self) -> set[int]:
         """The replicas that have requests."""
         return self._sent.busy
+
+    def has(self, replica: int) -> bool:
+        """Return whether a replica has requests of this frontend."""
+        return replica in self._sent.busy
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether requests run in probation, or wait for their turn."""
+        return self._place is not None or bool(len(self._suspects))
+
+    def forecast_s(self) -> float:
+        """Return the foreseen seconds until the first token of a request that comes now."""
+        now = time.monotonic()
+        if self.router.loads:
+            return self._forecast.seconds(self.router.candidates, now)
+        return max((now - sent.since for sent in self._sent.at(NOWHERE)), default=0.0)
 
     def add(self, message: AddRequest) -> None:
         """Take a new request."""
@@ -89,6 +107,8 @@ class Dispatcher:
             )
         )
         sent.is_routed = True
+        work = self.router.work_of(message.handle)
+        self._forecast.sent(message.handle, replica, work, time.monotonic())
         self._send_to(sent, replica)
 
     def _send_to(self, sent: Sent, replica: int) -> None:
@@ -120,14 +140,17 @@ class Dispatcher:
         if sent is None:
             return
         self._suspects.ended(sent.first, handle)
-        if not sent.live and sent.is_routed:
-            self.router.finished(sent.message.handle)
+        if not sent.live:
+            self._forecast.ended(sent.message.handle, time.monotonic())
+            if sent.is_routed:
+                self.router.finished(sent.message.handle)
 
     def take(self, outputs: Outputs) -> None:
         """Note which requests have begun and which have ended."""
         for started in outputs.started:
             if (sent := self._sent.get(started.handle)) is not None:
                 sent.has_run = True
+                self._forecast.begun(sent.message.handle, time.monotonic())
         for finished in outputs.finished:
             self._ended(finished.handle)
 
@@ -141,7 +164,8 @@ class Dispatcher:
 
     def lose(self, replica: int) -> None:
         """Send nothing to a replica that has died."""
-        del self._serving[replica]
+        self._serving.pop(replica, None)
+        self._forecast.lost(replica)
         if replica in self.router.loads:
             self.router.dead(replica)
         else:
@@ -165,6 +189,17 @@ class Dispatcher:
             self._sent.put(sent)
         self._counts.suspects = len(self._suspects)
         self.go_on()
+
+    def retire(self, replica: int) -> None:
+        """Send nothing more to a replica that is to leave; what runs there goes on."""
+        del self._serving[replica]
+        self.router.dead(replica)
+        for sent in self._sent.at(replica):
+            sent.is_routed = False
+
+    def clear_out(self, replica: int) -> None:
+        """Let the requests of a replica that is to leave go on elsewhere."""
+        self._leave(replica, self._sent.at(replica))
 
     def serves(self, replica: int, num_blocks: int) -> None:
         """Use a replica that serves again; its cache is empty."""
@@ -257,6 +292,7 @@ class Dispatcher:
                 return  # it has died, so they have left it
             for sent in leaving:
                 if sent.is_leaving and sent.replica == replica:
+                    self._forecast.ended(sent.message.handle, time.monotonic())
                     sent.wait(NOWHERE)
             self.go_on()
 
@@ -286,6 +322,7 @@ class Dispatcher:
         """Forget all requests."""
         self._sent.clear()
         self._suspects.clear()
+        self._forecast = TtftForecast()
         self._counts.suspects = 0
 
 

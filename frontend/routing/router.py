@@ -92,6 +92,10 @@ class Router(abc.ABC):
         open_ones = {r: load for r, load in self._loads.items() if r not in self._suspended}
         return open_ones or self._loads
 
+    def work_of(self, handle: int) -> int:
+        """Return the work of a request in flight, in tokens to compute."""
+        return self._in_flight[handle][1]
+
     def finished(self, handle: int) -> None:
         """Remove the load of a request that has ended, for whatever reason."""
         replica, work = self._in_flight.pop(handle)
