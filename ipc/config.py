@@ -30,6 +30,7 @@ from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.placement_config import PlacementConfig
+from sidestep.ipc.scaling_config import ScalingConfig
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -71,6 +72,7 @@ class EngineConfig:
     spec: ModelSpec
     """Contents of the model's config.json; its `path` is a local folder."""
     placement: PlacementConfig = PlacementConfig()
+    scaling: ScalingConfig = ScalingConfig()
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
@@ -89,6 +91,9 @@ class EngineConfig:
                 f"{wanted} is more than the model's {limit} positions",
             )
         check_tensor_parallel(spec, tp)
+        self.scaling.check(
+            self.parallel.data_parallel_size, scales=self.parallel.max_replicas is not None
+        )
         if spec.pooling is not None:
             for name, value in (
                 ("speculative_config", self.scheduler.speculative_config),

@@ -378,6 +378,11 @@ class ParallelConfig(Options):
         "Number of replicas of the model, each with its own cache, GPUs and processes; requests "
         "are spread over them.",
     )
+    max_replicas: int | None = option(
+        None,
+        "Most replicas: the engine begins with data_parallel_size of them, adds others while "
+        "requests wait, and ends those that it does not need. Default: their number stays.",
+    )
     enable_expert_parallel: bool = option(
         False,
         "Each of the tensor_parallel_size ranks has some whole experts of a layer, instead of a "
@@ -425,7 +430,14 @@ class ParallelConfig(Options):
             "tensor_parallel_size",
             "pipeline_parallel_size",
             "data_parallel_size",
+            "max_replicas",
             "cpu_threads",
+        )
+        require(
+            self.most_replicas >= self.data_parallel_size,
+            "max_replicas",
+            f"{self.max_replicas} is less than data_parallel_size ({self.data_parallel_size}), "
+            "the number at the start",
         )
         if (layers := self.pipeline_layers) is not None:
             require(
@@ -444,6 +456,11 @@ class ParallelConfig(Options):
             f"has a meaning only with device 'fake', not {self.device!r}",
         )
         check_faults(self.fake_faults, self.device)
+
+    @property
+    def most_replicas(self) -> int:
+        """Number of replicas that may serve at once."""
+        return self.data_parallel_size if self.max_replicas is None else self.max_replicas
 
     @property
     def num_ranks(self) -> int:

@@ -31,7 +31,7 @@ def warm_up(setup: GpuSetup, memory: StepMemory, parallel: Parallel, kernels: St
     args = setup.args
     wait_for_compiler(args.compiled)
     # The kernels that it has not compiled are compiled here, side by side.
-    sharing = args.parallel.num_ranks * args.parallel.data_parallel_size
+    sharing = args.parallel.num_ranks * args.parallel.most_replicas
     num_threads = max(1, available_cores() // sharing)
     with CompilerThreads(num_threads) as threads, compiling_only(threads):
         launch_all(setup, memory, parallel, kernels)

@@ -192,7 +192,7 @@ class LocalRanks(HostRanks):
         if self._config.parallel.cpu_threads:
             return self._config.parallel.cpu_threads
         has_host = self.job.first_gpu is not None  # and the other replicas have others
-        others = 1 if has_host else self._config.parallel.data_parallel_size
+        others = 1 if has_host else self._config.parallel.most_replicas
         ranks = len(self.ranks) * others
         worth_sharing = self._config.spec.hidden_size // _THREAD_WIDTH
         return max(1, min(available_cores() // ranks, worth_sharing))

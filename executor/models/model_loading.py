@@ -60,7 +60,7 @@ def pick_device(args: WorkerArgs) -> torch.device:
     have = torch.cuda.device_count() if wanted in ("auto", "cuda") else 0
     if wanted == "cpu" or (wanted == "auto" and have == 0):
         return torch.device("cpu")
-    ranks, replicas = args.parallel.num_ranks, args.parallel.data_parallel_size
+    ranks, replicas = args.parallel.num_ranks, args.parallel.most_replicas
     if have < ranks * replicas:
         many = f"{replicas} replicas of {ranks} ranks" if replicas > 1 else f"{ranks} ranks"
         field = "data" if replicas > 1 else "pipeline" if args.stage.count > 1 else "tensor"

@@ -24,7 +24,7 @@ def cpu_kv_blocks(args: WorkerArgs, limits: StepLimits, layout: KvLayout) -> int
     many short ones, within a share of the machine's memory. Raises EngineStartError when not one
     block fits.
     """
-    share = _physical_memory() // (4 * args.parallel.data_parallel_size)
+    share = _physical_memory() // (4 * args.parallel.most_replicas)
     tokens = max(args.max_model_len, _CPU_TOKENS * limits.max_num_seqs)
     enough = args.cache_groups.most_blocks(tokens, layout.block_size) * layout.block_bytes
     return _blocks(
@@ -42,7 +42,7 @@ def cpu_states(args: WorkerArgs, limits: StepLimits, itemsize: int) -> int:
     They may take as much memory as the KV cache. itemsize: bytes of a value of the model's type.
     Raises EngineStartError as `_states` does.
     """
-    share = _physical_memory() // (4 * args.parallel.data_parallel_size)
+    share = _physical_memory() // (4 * args.parallel.most_replicas)
     budget = min(CPU_CACHE_BYTES, share)
     return _states(args, limits, itemsize, budget, "raise it")
 

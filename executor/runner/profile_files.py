@@ -24,6 +24,6 @@ def make_folder(folder: str) -> None:
 
 def profile_file(folder: str, args: WorkerArgs) -> str:
     """Return a new path for this rank's profile. Viewers know the end of the name."""
-    replica = f"replica{args.replica}-" if args.parallel.data_parallel_size > 1 else ""
+    replica = f"replica{args.replica}-" if args.parallel.most_replicas > 1 else ""
     name = f"{replica}rank{args.rank}.{time.time_ns() // 1_000_000}.pt.trace.json"
     return os.path.join(folder, name)

@@ -35,6 +35,7 @@ from sidestep.ipc.model.model_spec import (
     resolve_model_path,
 )
 from sidestep.ipc.placement_config import PlacementConfig
+from sidestep.ipc.scaling_config import ScalingConfig
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
 _WITHOUT_WEIGHTS = ("config.json", *TOKENIZER_FILES)
@@ -49,6 +50,7 @@ class EngineArgs(
     LogConfig,
     FrontendConfig,
     PlacementConfig,
+    ScalingConfig,
     ParallelConfig,
     SchedulerConfig,
     CacheConfig,
@@ -93,6 +95,7 @@ class EngineArgs(
             parallel=self._section(ParallelConfig),
             frontend=self._section(FrontendConfig),
             placement=self._section(PlacementConfig),
+            scaling=self._section(ScalingConfig),
             spec=with_head_tokens(spec, tokenizer_path),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),

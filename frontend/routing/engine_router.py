@@ -16,7 +16,7 @@ def make_router(config: EngineConfig, num_blocks: Mapping[int, int], block_size:
     replica's number.
     """
     name = config.frontend.routing
-    if config.parallel.data_parallel_size == 1:
+    if config.parallel.most_replicas == 1:
         name = "round_robin"  # there is nothing to weigh
     elif name == "prefix" and not config.cache.enable_prefix_caching:
         name = "least_loaded"
