@@ -70,6 +70,7 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
             channels,
             line=line,
             dead=invitation.dead if invitation is not None else None,
+            absent=invitation.absent if invitation is not None else (),
             placer=placer,
         )
         self._home = self._replicas.home

@@ -89,6 +89,11 @@ class EngineView:
         """Counts of the deaths that this frontend has seen, and of what was done about them."""
         return self._replicas.counts
 
+    @property
+    def predicted_ttft_s(self) -> float:
+        """Foreseen seconds until the first token of a request that comes now, from the queues."""
+        return self._replicas.load().forecast_s
+
     async def wait_dead(self) -> EngineDeadError:
         """Return the cause when the engine has died; never return after a shutdown.
 
@@ -220,7 +225,7 @@ class EngineView:
     @property
     def device(self) -> str:
         """The device that the engine runs on, as a text for people."""
-        size, device = self._config.parallel.data_parallel_size, self._replicas.ready[0].device
+        size, device = len(self._replicas.ready), self._replicas.ready[0].device
         return device if size == 1 else f"{size} x {device}"
 
     @property

@@ -32,6 +32,8 @@ class CoreQuestions(abc.ABC):
     _alive: list[int]
     _dead: dict[int, str]
     _restarting: dict[int, str]
+    _absent: set[int]
+    """Numbers of the replicas that the load does not need now."""
     _size: int
     _watch: StallWatch
     _closed: bool
@@ -76,6 +78,8 @@ class CoreQuestions(abc.ABC):
         self.attach()
         if not 0 <= replica < self._size:
             raise ValidationError("replica", f"must be from 0 to {self._size - 1}, not {replica}")
+        if replica in self._absent:
+            raise ValidationError("replica", f"{replica} has left, or has not been needed yet")
         if (cause := self._restarting.get(replica)) is not None:
             raise EngineStalledError(self.starting(replica, cause))
         if replica not in self._dead:

@@ -20,6 +20,8 @@ from sidestep.ipc.processes.core_args import Seat
 from sidestep.ipc.transport.owner_line import (
     Back,
     Down,
+    Left,
+    Loaded,
     Lost,
     News,
     OwnerEnd,
@@ -56,6 +58,8 @@ class _Guest:
     """Whether it has reported: its event loop has run."""
     invited_to: list[ClientAddress] = field(default_factory=list)
     """The addresses in its invitation, which it may use as long as it has not left."""
+    load: Loaded = Loaded(0.0, 0)
+    """Its last load."""
     given: dict[int, ClientAddress] = field(default_factory=dict)
     """By replica: the address of a seat that it got on the line."""
 
@@ -70,14 +74,19 @@ class Guests:
         dead: Callable[[], Mapping[int, str]],
         suspect: Callable[[int], None],
         new_address: Callable[[], ClientAddress],
+        absent: Callable[[], Iterable[int]],
+        on_load: Callable[[], None],
     ) -> None:
         """Begin without guests.
 
         connect: lets the core of a replica serve a frontend at an address, and returns the
         frontend's number there. alive: the replicas that serve. dead: those that stay dead, each
         with the cause. suspect: called with a replica whose core does not answer a guest.
-        new_address: returns an address at which a guest can listen.
+        new_address: returns an address at which a guest can listen. absent: the replicas that the
+        load does not need now. on_load: called when a guest has told its load.
         """
+        self._absent = absent
+        self._on_load = on_load
         self._new_address = new_address
         self._suspect = suspect
         self._connect = connect
@@ -118,6 +127,16 @@ class Guests:
         self._forget_seats(replica)
         self.tell_all(Lost(replica, cause))
 
+    def tell_left(self, replica: int) -> None:
+        """Tell all that a replica has left."""
+        self._forget_seats(replica)
+        self.tell_all(Left(replica))
+
+    @property
+    def loads(self) -> list[Loaded]:
+        """The last load of each guest."""
+        return [guest.load for guest in self._guests]
+
     def tell_all(self, news: News) -> None:
         """Send all guests news."""
         for guest in self._guests.copy():
@@ -154,6 +173,9 @@ class Guests:
                 guest.attends = True
                 if isinstance(report, Silent):
                     self._suspect(report.replica)
+                elif isinstance(report, Loaded):
+                    guest.load = report
+                    self._on_load()
                 elif self.listener is not None:
                     self.listener.take_report(guest.number, report)
             if not guest.end.is_open:
@@ -170,6 +192,8 @@ class Guests:
         # Tell it what has happened since it was invited.
         for replica, cause in self._dead().items():
             self._tell(guest, Lost(replica, cause))
+        for replica in self._absent():
+            self._tell(guest, Left(replica))
         if self.listener is not None:
             self.listener.joined(guest.number)
         for replica in self._alive():

@@ -23,3 +23,7 @@ class RecoveryCounts:
     """Requests that run in probation now, or wait for their turn."""
     pause_s: float = 0.0
     """Seconds that requests have waited for a replica to serve again, all together."""
+    joined: int = 0
+    """Replicas that have been added because of the load. A frontend that has joined counts none."""
+    left: int = 0
+    """Replicas that have been ended because the load did not need them, likewise."""

@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterable, Mapping
 from sidestep.frontend.output.output_processor import OutputProcessor
 from sidestep.frontend.placement.make_placer import make_placer
 from sidestep.frontend.placement.placer import Placer
-from sidestep.frontend.replicas.core_questions import CoreQuestions
 from sidestep.frontend.replicas.crash_file import CrashFiles
 from sidestep.frontend.replicas.dispatcher import Dispatcher
 from sidestep.frontend.replicas.engine_client import Channel, Death, EngineClient
 from sidestep.frontend.replicas.guests import Guests
+from sidestep.frontend.replicas.membership import Membership
 from sidestep.frontend.replicas.probation.branch import Branch
 from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
-from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.replicas.stall_watch import SILENT, CpuWorkers, StallWatch
 from sidestep.frontend.replicas.supervisor import GuestSupervisor, OwnSupervisor, Supervisor
 from sidestep.frontend.routing.engine_router import make_router
@@ -61,7 +60,7 @@ They run already, but one of them may have died.
 """
 
 
-class ReplicaSet(CoreQuestions):
+class ReplicaSet(Membership):
     """All replicas of one engine.
 
     The methods belong to the event loop's thread, except those that start and end.
@@ -75,6 +74,7 @@ class ReplicaSet(CoreQuestions):
         *,
         line: GuestEnd | None = None,
         dead: Mapping[int, str] | None = None,
+        absent: Iterable[int] = (),
         placer: Placer | None = None,
         open_channel: Callable[[], Channel] | None = None,
     ) -> None:
@@ -82,7 +82,8 @@ class ReplicaSet(CoreQuestions):
 
         outputs: receives all outputs. channels: the channels to the live replicas by their numbers,
         each with this frontend's number there. line: the line to the owner of the engine, if
-        another frontend owns it. dead: the replicas that stay dead, each with the cause.
+        another frontend owns it. dead: the replicas that stay dead, each with the cause. absent:
+        those that the load does not need now.
         placer: starts the cores. open_channel: makes the channel to a core that is started again.
         """
         self.home = Home()
@@ -90,21 +91,30 @@ class ReplicaSet(CoreQuestions):
         self._outputs = outputs
         self._joins = line is not None
         self.placer = placer if placer is not None else make_placer(config)
-        self._size = config.parallel.data_parallel_size
+        self._size = config.parallel.most_replicas
         self._clients = {
             replica: self._make_client(replica, *channel) for replica, channel in channels.items()
         }
         self._ready: dict[int, Ready] = {}
         self._alive: list[int] = []
         self._dead = dict(dead or {})
+        num_at_start = config.parallel.data_parallel_size
+        self._absent = set(absent if self._joins else range(num_at_start, self._size))
+        self._leaving = set()
         self._restarting = {
             replica: "had died before this frontend joined"
             for replica in range(self._size)
-            if replica not in channels and replica not in self._dead
+            if replica not in channels and replica not in {*self._dead, *self._absent}
         }
         new_address = self.placer.new_address
         self._guests = Guests(
-            self._connect, lambda: self._alive, lambda: self._dead, self._suspect, new_address
+            self._connect,
+            lambda: self._alive,
+            lambda: self._dead,
+            self._suspect,
+            new_address,
+            lambda: self._absent,
+            self.look_at_load,
         )
         self._supervisor: Supervisor = (
             OwnSupervisor(
@@ -117,6 +127,7 @@ class ReplicaSet(CoreQuestions):
             if line is None
             else GuestSupervisor(config, self, line)
         )
+        self._keeper = self._make_keeper(None if line is None else line.tell)
         self._branch = self._guests.listener = Branch(self._supervisor, self._guests)
         self.counts = RecoveryCounts()
         self._error: EngineDeadError | None = None
@@ -214,6 +225,8 @@ class ReplicaSet(CoreQuestions):
         """End the engine; may be called twice."""
         self._closed = True
         self._watch.stop()
+        if self._keeper is not None:
+            self._keeper.stop()
         self._supervisor.close()
         self._guests.close()
         for client in self._retired:
@@ -221,31 +234,6 @@ class ReplicaSet(CoreQuestions):
         for client in self._clients.values():
             client.close()
         self.placer.close()
-
-    @property
-    def replicas(self) -> list[ReplicaStatus]:
-        """The status of each replica."""
-        stalled = self._watch.stalled
-        return [
-            ReplicaStatus(
-                replica,
-                self._ready.get(replica),
-                self._dead.get(replica),
-                stalled.get(replica),
-                self._restarting.get(replica),
-            )
-            for replica in range(self._size)
-        ]
-
-    @property
-    def ready(self) -> list[Ready]:
-        """The first message of each replica that has started."""
-        return list(self._ready.values())
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output that every replica takes, in tokens."""
-        return min(ready.max_model_len for ready in self._ready.values())
 
     @property
     def dead_error(self) -> EngineDeadError | None:
@@ -309,7 +297,8 @@ class ReplicaSet(CoreQuestions):
             taken = {seat.replica for seat in seats}
             for replica in addresses.keys() - taken:
                 remove_address(addresses[replica])
-        return Invitation(seats, self._config, self._guests.invite(seats), self._dead)
+        line, absent = self._guests.invite(seats), tuple(sorted(self._absent))
+        return Invitation(seats, self._config, line, self._dead, absent)
 
     # Requests.
 
@@ -361,16 +350,12 @@ class ReplicaSet(CoreQuestions):
         self._requests.add(message)
         if self._loop is not None:
             self._watch.wake(self._loop)
+            self.look_at_load()
 
     def abort(self, handles: Iterable[int]) -> None:
         """End requests on the replicas where they run; unknown handles have ended already."""
         if self._dispatcher is not None:
             self._dispatcher.abort(handles)
-
-    @property
-    def _requests(self) -> Dispatcher:
-        assert self._dispatcher is not None, "wait_ready() comes first"
-        return self._dispatcher
 
     # Messages from the replicas.
 
@@ -415,8 +400,9 @@ class ReplicaSet(CoreQuestions):
 
         Nothing happens if its death is known, unless its new core has died too.
         """
-        if self._closed or replica in self._dead:
+        if self._closed or replica in self._dead or replica in self._absent:
             return
+        self._leaving.discard(replica)
         is_known = replica in self._restarting and self._joins
         if is_known and not death.is_final:
             return

@@ -33,6 +33,8 @@ from sidestep.ipc.transport.owner_line import (
     Claimed,
     Down,
     GuestEnd,
+    Leaving,
+    Left,
     Lost,
     News,
     Parked,
@@ -66,6 +68,15 @@ class Host(Protocol):
 
     def lost(self, replica: int, cause: str) -> None:
         """Take note that a replica stays dead."""
+
+    def expect(self, replica: int) -> None:
+        """Take note that a replica joins, if it was absent."""
+
+    def hear_leaving(self, news: Leaving) -> None:
+        """Send nothing more to a replica that is to leave."""
+
+    def hear_left(self, replica: int) -> None:
+        """Do without a replica that has left."""
 
     def owner_has_ended(self) -> None:
         """Take note that no replica will come back."""
@@ -163,6 +174,8 @@ class OwnSupervisor(Supervisor):
         """Folder of the weights that the engine uses now, if they are not those of its start."""
         self._started_with: dict[int, str | None] = {}
         """By replica: the weights of its last start."""
+        self._left: dict[int, tuple[int, ...]] = {}
+        """By replica that has left: its processes, which may still be ending."""
 
     def restart(self, replica: int, death: Death, last: Ready | None) -> str | None:
         """Start a replica again, after a pause, unless its budget is spent.
@@ -186,17 +199,36 @@ class OwnSupervisor(Supervisor):
         if delay_s is None:
             return death.cause + self._budget.spent(replica)
         pids = () if last is None else (last.core_pid, *last.worker_pids)
-        again = StartAgain(self._budget.total(replica), delay_s, pids)
         try:
-            client = self._host.replace_client(replica, self._open_channel(), OWNER)
-            client.start_core(
-                self._placer, with_weights(self._config, self._weights), replica, again
-            )
+            self._place(replica, StartAgain(self._budget.total(replica), delay_s, pids))
         except OSError as error:  # no descriptor or no process can be had
             return f"{death.cause}; it cannot be started again: {error}"
+        return None
+
+    def _place(self, replica: int, again: StartAgain) -> None:
+        """Start a core for a replica. Raises OSError."""
+        client = self._host.replace_client(replica, self._open_channel(), OWNER)
+        client.start_core(self._placer, with_weights(self._config, self._weights), replica, again)
         self._started_with[replica] = self._weights
         self._host.attach_client(replica)
-        return None
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether replicas sleep."""
+        return bool(self._asleep)
+
+    def bring(self, replica: int) -> None:
+        """Start a replica that joins."""
+        again = StartAgain(self._budget.total(replica), 0.0, self._left.pop(replica, ()))
+        try:
+            self._place(replica, again)
+        except OSError as error:
+            self._host.lost(replica, f"it cannot be started: {error}")
+
+    def retires(self, replica: int, last: Ready) -> None:
+        """Run no suspects on a replica that is to leave. last: what it said when it began."""
+        self._left[replica] = (last.core_pid, *last.worker_pids)
+        self._judge.died(replica, "", returns=False)
 
     def has_judge(self, death: Death) -> bool:
         """Return True: this frontend decides."""
@@ -332,6 +364,10 @@ class GuestSupervisor(Supervisor):
             self._host.lost(news.replica, news.cause)
         elif isinstance(news, Back):
             self._take_seat(news.seat)
+        elif isinstance(news, Leaving):
+            self._host.hear_leaving(news)
+        elif isinstance(news, Left):
+            self._host.hear_left(news.replica)
         else:
             self._host.take_decision(news)
 
@@ -350,6 +386,7 @@ class GuestSupervisor(Supervisor):
         self._use_news()
 
     def _take_seat(self, seat: Seat) -> None:
+        self._host.expect(seat.replica)
         self._host.died(seat.replica, Death("the engine core has ended"))
         try:
             channel = FrontendChannel(seat.address)

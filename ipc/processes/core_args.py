@@ -42,6 +42,8 @@ class Invitation:
     ipc/transport/owner_line.py."""
     dead: dict[int, str] = field(default_factory=dict)
     """Number of each replica that stays dead -> the cause."""
+    absent: tuple[int, ...] = ()
+    """Numbers of the replicas that the load does not need now."""
 
     @property
     def folders(self) -> list[str]:

@@ -2,7 +2,8 @@
 
 It is a stream socket, and outlives the cores. The owner of the engine tells its guests of replicas
 that have died, that serve again, and that stay dead, and which suspects of a death may run. A guest
-tells which of its requests are suspects, which have passed, and which cores do not answer it. Each
+tells which of its requests are suspects, which have passed, which cores do not answer it, and its
+load. Each
 end sees the other one's end, however that comes. The socket has a name only until the guest has
 connected.
 """
@@ -44,6 +45,20 @@ class Lost(msgspec.Struct, tag=True, frozen=True):
     cause: str
 
 
+class Leaving(msgspec.Struct, tag=True, frozen=True):
+    """A replica is to leave: nothing new may go there, and what runs there goes on."""
+
+    replica: int
+    at_once: bool = False
+    """Whether what runs there must go on elsewhere."""
+
+
+class Left(msgspec.Struct, tag=True, frozen=True):
+    """A replica has left the engine, without a fault."""
+
+    replica: int
+
+
 Path = tuple[int, ...]
 """The name of a suspect for a frontend: the numbers of the guests on the way to the suspect's own
 frontend, then the handle of its first choice there."""
@@ -77,7 +92,7 @@ class Blamed(msgspec.Struct, tag=True, frozen=True):
     cause: str
 
 
-News = Down | Back | Lost | Claimed | Turn | Parked | Blamed
+News = Down | Back | Lost | Leaving | Left | Claimed | Turn | Parked | Blamed
 _decode = msgspec.json.Decoder(News).decode
 
 
@@ -104,7 +119,16 @@ class Silent(msgspec.Struct, tag=True, frozen=True):
     replica: int
 
 
-Reports = Suspected | Passed | Silent
+class Loaded(msgspec.Struct, tag=True, frozen=True):
+    """The load of the guest, and of the frontends that it has invited."""
+
+    forecast_s: float
+    """Seconds until the first token of a request that comes now."""
+    running: int
+    """Sequences that have not ended."""
+
+
+Reports = Suspected | Passed | Silent | Loaded
 _decode_report = msgspec.json.Decoder(Reports).decode
 
 

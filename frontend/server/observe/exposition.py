@@ -261,12 +261,27 @@ class Exposition:
                 "Time that requests have waited for a replica to serve again, all together.",
                 figures.replay_pause_s,
             ),
+            (
+                "replicas_joined",
+                "Replicas that were added because of the load.",
+                figures.num_joined,
+            ),
+            (
+                "replicas_left",
+                "Replicas that were ended because the load did not need them.",
+                figures.num_left,
+            ),
         ):
             yield self._counter(name, text, {(): count})
         yield self._gauge(
             "probation_requests",
             "Requests that run in probation after a replica's death, or wait for their turn.",
             {(): figures.num_suspects},
+        )
+        yield self._gauge(
+            "predicted_ttft_seconds",
+            "Foreseen time until the first token of a request that comes now.",
+            {(): figures.forecast_s},
         )
 
     def _of_server(self, figures: Figures) -> Iterator[Metric]:

@@ -61,6 +61,12 @@ class Figures(msgspec.Struct):
     """Seconds that requests have waited for a replica to serve again."""
     num_refused_peers: int = 0
     """Number of peers without a key that were refused at ports for other hosts."""
+    num_joined: int = 0
+    """Number of replicas that have been added because of the load."""
+    num_left: int = 0
+    """Number of replicas that have been ended because the load did not need them."""
+    forecast_s: float = 0.0
+    """Seconds until the first token of a request that comes now; of the processes the most."""
     num_processes: int = 1
     """Number of processes that gave their figures just now."""
 
@@ -86,6 +92,9 @@ class Figures(msgspec.Struct):
         self.num_suspects += other.num_suspects
         self.replay_pause_s += other.replay_pause_s
         self.num_refused_peers += other.num_refused_peers
+        self.num_joined += other.num_joined
+        self.num_left += other.num_left
+        self.forecast_s = max(self.forecast_s, other.forecast_s)
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.generation_tokens += other.generation_tokens
@@ -103,6 +112,7 @@ class Figures(msgspec.Struct):
         for counts in self.tenants.values():
             counts.running = 0
         self.last_ttfts, self.last_gaps, self.num_processes = [], [], 0
+        self.forecast_s = 0.0
 
 
 def _add_counts(into: dict[K, int], other: dict[K, int]) -> None:

@@ -129,7 +129,11 @@ class ServerMetrics:
         self.histograms[name].observe(value)
 
     def figures(
-        self, tokens_received: int, recovery: RecoveryCounts, num_refused_peers: int
+        self,
+        tokens_received: int,
+        recovery: RecoveryCounts,
+        num_refused_peers: int,
+        forecast_s: float,
     ) -> Figures:
         """Return a copy of the counts, which other processes can add to theirs."""
         return Figures(
@@ -151,6 +155,9 @@ class ServerMetrics:
             num_suspects=recovery.suspects,
             replay_pause_s=recovery.pause_s,
             num_refused_peers=num_refused_peers,
+            num_joined=recovery.joined,
+            num_left=recovery.left,
+            forecast_s=forecast_s,
             cpu_seconds=time.process_time(),
             last_ttfts=self.last_ttfts.values(),
             last_gaps=self.last_gaps.values(),

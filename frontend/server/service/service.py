@@ -177,7 +177,10 @@ class Service:
     def own_figures(self) -> Figures:
         """Return the figures of this process."""
         return self.metrics.figures(
-            self.llm.num_tokens_received, self.llm.recovery, self.llm.num_refused_peers
+            self.llm.num_tokens_received,
+            self.llm.recovery,
+            self.llm.num_refused_peers,
+            self.llm.predicted_ttft_s,
         )
 
     # Checks of requests.
