@@ -142,7 +142,7 @@ class Membership(CoreQuestions):
         self.counts.left += 1
         self.hear_left(replica)
 
-    # What all frontends do then.
+    # The following is for all frontends.
 
     def expect(self, replica: int) -> None:
         """Take note that a replica joins, if it was absent."""

@@ -106,27 +106,8 @@ class ReplicaSet(Membership):
             for replica in range(self._size)
             if replica not in channels and replica not in {*self._dead, *self._absent}
         }
-        new_address = self.placer.new_address
-        self._guests = Guests(
-            self._connect,
-            lambda: self._alive,
-            lambda: self._dead,
-            self._suspect,
-            new_address,
-            lambda: self._absent,
-            self.look_at_load,
-        )
-        self._supervisor: Supervisor = (
-            OwnSupervisor(
-                config,
-                self,
-                CrashFiles(config, lambda: outputs.deliveries),
-                self.placer,
-                open_channel or (lambda: FrontendChannel(new_address())),
-            )
-            if line is None
-            else GuestSupervisor(config, self, line)
-        )
+        self._guests = self._make_guests()
+        self._supervisor = self._make_supervisor(line, open_channel)
         self._keeper = self._make_keeper(None if line is None else line.tell)
         self._branch = self._guests.listener = Branch(self._supervisor, self._guests)
         self.counts = RecoveryCounts()
@@ -145,6 +126,30 @@ class ReplicaSet(Membership):
             lambda replica, cause: self._clients[replica].kill(self._ready[replica], cause),
             CpuWorkers(self._ready, self._core_of, config.placement.placer == "local").compute,
             0.0 if self._joins else config.frontend.stall_limit,
+        )
+
+    def _make_guests(self) -> Guests:
+        return Guests(
+            self._connect,
+            lambda: self._alive,
+            lambda: self._dead,
+            self._suspect,
+            self.placer.new_address,
+            lambda: self._absent,
+            self.look_at_load,
+        )
+
+    def _make_supervisor(
+        self, line: GuestEnd | None, open_channel: Callable[[], Channel] | None
+    ) -> Supervisor:
+        if line is not None:
+            return GuestSupervisor(self._config, self, line)
+        return OwnSupervisor(
+            self._config,
+            self,
+            CrashFiles(self._config, lambda: self._outputs.deliveries),
+            self.placer,
+            open_channel or (lambda: FrontendChannel(self.placer.new_address())),
         )
 
     def __repr__(self) -> str:

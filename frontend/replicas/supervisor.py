@@ -228,7 +228,7 @@ class OwnSupervisor(Supervisor):
     def retires(self, replica: int, last: Ready) -> None:
         """Run no suspects on a replica that is to leave. last: what it said when it began."""
         self._left[replica] = (last.core_pid, *last.worker_pids)
-        self._judge.died(replica, "", returns=False)
+        self._judge.died(replica, "", returns=False, of_host=False)
 
     def has_judge(self, death: Death) -> bool:
         """Return True: this frontend decides."""

@@ -15,7 +15,7 @@ _GIVEN = (
     "came to"
 )
 _RUNNING = "max_model_len, block_size, num_kv_blocks and device tell of a running engine"
-_ONE_SIZE = "the number of replicas is fixed at the start, by data_parallel_size"
+_ONE_SIZE = "the number of replicas follows the load by itself, with max_replicas"
 
 PROMPT_KEYS: dict[str, Foreign] = {
     "multi_modal_data": Foreign(NO_IMAGES, ({},)),
