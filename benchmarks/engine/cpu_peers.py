@@ -1,7 +1,7 @@
 """Measure tokens a second on a CPU, beside transformers: same weights, same machine, one run.
 
     python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m]
-        [--llama-python PYTHON]
+        [--forms float32 int8 int4] [--llama-python PYTHON]
 
 It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
 
@@ -11,7 +11,9 @@ It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
 - llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
 
 Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
-The weights are random, in float32. It needs the `bench` extra (accelerate).
+The weights are random. int8 and int4 are the same weights with fewer bits: sidestep rounds them
+while it loads (`quantization`), llama.cpp gets Q8_0 and Q4_0, and transformers is left out. It
+needs the `bench` extra (accelerate).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,8 @@ SHAPES: dict[str, dict[str, int]] = {
         "vocab_size": 32000,
     },
 }
+LLAMA_FORMS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+"""Form of the weights -> llama.cpp's name of the same number of bits."""
 STREAMS = (1, 8)
 PROMPT = 64
 
@@ -103,7 +108,13 @@ def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
     from sidestep import AsyncLLM, EngineArgs, RequestOutputKind, SamplingParams
 
     llm = AsyncLLM.from_engine_args(
-        EngineArgs(model=folder, device="cpu", dtype="float32", cpu_threads=args.threads)
+        EngineArgs(
+            model=folder,
+            device="cpu",
+            dtype="float32",
+            cpu_threads=args.threads,
+            quantization=None if args.form == "float32" else args.form,
+        )
     )
     params = SamplingParams(
         temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -192,6 +203,7 @@ import numpy as np, gguf
 from safetensors import safe_open
 folder, shape = sys.argv[1], json.loads(sys.argv[2])
 threads, tokens, runs = map(int, sys.argv[3:6])
+form = gguf.GGMLQuantizationType[sys.argv[6]]
 path = folder + "/model.gguf"
 w = gguf.GGUFWriter(path, "llama")
 heads, kv = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -200,7 +212,8 @@ w.add_block_count(shape["num_hidden_layers"])
 w.add_feed_forward_length(shape["intermediate_size"])
 w.add_head_count(heads); w.add_head_count_kv(kv)
 w.add_layer_norm_rms_eps(1e-6); w.add_rope_freq_base(10000.0); w.add_vocab_size(shape["vocab_size"])
-w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(0)
+w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(
+    {"F32": 0, "Q4_0": 2, "Q8_0": 7}[form.name])
 w.add_tokenizer_model("gpt2")
 w.add_token_list([str(i).encode() for i in range(shape["vocab_size"])])
 w.add_token_merges(["0 1"])
@@ -222,7 +235,11 @@ with safe_open(folder + "/model.safetensors", "np") as f:
         else:
             name = {"model.embed_tokens.weight": "token_embd.weight",
                     "model.norm.weight": "output_norm.weight"}[key]
-        w.add_tensor(name, np.ascontiguousarray(a))
+        a = np.ascontiguousarray(a)
+        if form.name == "F32" or a.ndim == 1:
+            w.add_tensor(name, a)
+        else:
+            w.add_tensor(name, gguf.quantize(a, form), raw_dtype=form)
 w.write_header_to_file(); w.write_kv_data_to_file(); w.write_tensors_to_file(); w.close()
 import llama_cpp as L
 L.llama_backend_init()
@@ -275,7 +292,7 @@ def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]
 
     There is no server and no text, so this is the most that it could give.
     """
-    sizes = [str(args.threads), str(args.tokens), str(args.runs)]
+    sizes = [str(args.threads), str(args.tokens), str(args.runs), LLAMA_FORMS[args.form]]
     done = subprocess.run(
         [args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
         capture_output=True,
@@ -296,7 +313,7 @@ CONTENDERS = {
 
 
 def run_child(
-    name: str, folder: str, shape: str, args: argparse.Namespace
+    name: str, folder: str, shape: str, form: str, args: argparse.Namespace
 ) -> dict[int, float] | None:
     """Run one contender in a process of its own, and return its figures, or None if it failed."""
     command = [
@@ -308,6 +325,8 @@ def run_child(
         folder,
         "--shape",
         shape,
+        "--form",
+        form,
         "--threads",
         str(args.threads),
         "--tokens",
@@ -335,27 +354,35 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--forms", nargs="+", choices=LLAMA_FORMS, default=["float32"])
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python and gguf")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--shape", help=argparse.SUPPRESS)
+    parser.add_argument("--form", default="float32", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:
         print("RESULT " + json.dumps(CONTENDERS[args.contender](args.folder, args)))
         return
-    names = [n for n in CONTENDERS if n != "llama.cpp" or args.llama_python]
     print(
-        f"{args.threads} threads, float32, {PROMPT} tokens in, {args.tokens} out, "
+        f"{args.threads} threads, {PROMPT} tokens in, {args.tokens} out, "
         f"tokens/s (best of {args.runs})"
     )
-    print(f"{'model':<6} {'contender':<34}" + "".join(f"{f'{n} streams':>12}" for n in STREAMS))
+    print(
+        f"{'model':<6} {'weights':<8} {'contender':<34}"
+        + "".join(f"{f'{n} streams':>12}" for n in STREAMS)
+    )
     for shape in args.models:
         with tempfile.TemporaryDirectory() as folder:
             write_model(shape, Path(folder))
-            for name in names:
-                result = run_child(name, folder, shape, args)
+            for form, name in product(args.forms, CONTENDERS):
+                if (name == "llama.cpp" and not args.llama_python) or (
+                    name.startswith("transformers") and form != "float32"
+                ):
+                    continue
+                result = run_child(name, folder, shape, form, args)
                 cells = [f"{result[n]:>12.1f}" if result else f"{'failed':>12}" for n in STREAMS]
-                print(f"{shape:<6} {name:<34}" + "".join(cells), flush=True)
+                print(f"{shape:<6} {form:<8} {name:<34}" + "".join(cells), flush=True)
 
 
 if __name__ == "__main__":
