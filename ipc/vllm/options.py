@@ -21,7 +21,7 @@ _NO_EXPERTS = (
     "ranks have a part of every expert or, with enable_expert_parallel, the same number of whole "
     "ones, and there is one way to compute them; leave it out"
 )
-_ONE_HOST = "all processes of an engine run on one host; leave it out"
+_ONE_HOST = "other hosts join by the option placer (join or ray); leave it out"
 _NO_TRANSFER = "KV blocks are not moved between engines or to other memory yet; leave it out"
 _GRAPHS = (
     "graphs are captured for batch sizes that the engine chooses; enforce_eager=True runs without "
