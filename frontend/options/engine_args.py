@@ -35,6 +35,7 @@ from sidestep.ipc.model.model_spec import (
     resolve_model_path,
 )
 from sidestep.ipc.placement_config import PlacementConfig
+from sidestep.ipc.ray_config import RayConfig
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
 _WITHOUT_WEIGHTS = ("config.json", *TOKENIZER_FILES)
@@ -48,6 +49,7 @@ CommandLine = TypeVar("CommandLine", bound=argparse.ArgumentParser)
 class EngineArgs(
     LogConfig,
     FrontendConfig,
+    RayConfig,
     PlacementConfig,
     ParallelConfig,
     SchedulerConfig,
@@ -93,6 +95,7 @@ class EngineArgs(
             parallel=self._section(ParallelConfig),
             frontend=self._section(FrontendConfig),
             placement=self._section(PlacementConfig),
+            ray=self._section(RayConfig),
             spec=with_head_tokens(spec, tokenizer_path),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),
