@@ -108,7 +108,7 @@ async def _send(target: Target, request: PlannedRequest, begin: float) -> Sample
 def cpu_times(llm: AsyncLLM) -> dict[str, float]:
     """Return the CPU seconds of each of the engine's processes so far, as far as known.
 
-    Nothing is known of processes on other hosts.
+    Processes on other hosts are left out.
     """
     pids = {name: pid for name, pid in llm.pids.items() if name == "frontend" or not llm.hosts}
     times = {name: cpu_seconds(pid) for name, pid in pids.items()}
