@@ -57,7 +57,7 @@ class Paged:
         self.query_starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
         decodes = rows if max(counts) == queries else 0
         self.header = torch.tensor([rows, decodes, starts[-1]], dtype=torch.int32, device=DEVICE)
-        padded = 1 << (rows - 1).bit_length()
+        padded = max(16, 1 << (rows - 1).bit_length())  # as executor/attention/triton_backend.py
         self.decode_ends = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
         self.prefill_ends = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
         self.q = torch.randn(starts[-1], model.heads * model.head_dim, dtype=DTYPE, device=DEVICE)
@@ -77,6 +77,17 @@ class Paged:
             queries=self.queries,
         )
         torch.cuda.synchronize()
+
+    def plan_few(self, scratch: DecodeScratch) -> Tensor | None:
+        """Return the work of the kernel of few rows, if the scratch has one; plan comes before."""
+        if scratch.few is None:
+            return None
+        work = scratch.few.new_work()
+        scratch.few.plan(
+            work, self.decode_ends, self.seq_lens, self.slots, self.tables, self.block_size, 0
+        )
+        torch.cuda.synchronize()
+        return work
 
     def keys_values(self, row: int) -> tuple[Tensor, Tensor]:
         """Return a row's keys and values in the first copy, [KVH, length, D] each."""

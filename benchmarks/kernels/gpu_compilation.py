@@ -11,7 +11,7 @@ import itertools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from triton.runtime.errors import OutOfResources
@@ -92,13 +92,16 @@ def _compile(index: int, of: int, sections: set[str]) -> None:
 
 def compile_all(sections: set[str]) -> None:
     """Fill Triton's cache from several processes."""
+    in_processes(_compile, sections)
+
+
+def in_processes(share: Callable[..., None], *arguments: object) -> None:
+    """Call `share` with its index, the number of processes, and the arguments, in each process."""
     begin, number = time.perf_counter(), max(1, (os.cpu_count() or 2) - 1)
     context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_compile, args=(i, number, sections)) for i in range(number)
-    ]
+    processes = [context.Process(target=share, args=(i, number, *arguments)) for i in range(number)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    print(f"compiled in {time.perf_counter() - begin:.0f} s")
+    print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)

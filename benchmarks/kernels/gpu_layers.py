@@ -16,7 +16,7 @@ from benchmarks.kernels.gpu_attention import Paged
 from benchmarks.kernels.gpu_models import Model
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, microseconds
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
-from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.decode_config import DecodeConfig, config_of
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
@@ -49,13 +49,15 @@ class Layers:
         self.positions = torch.arange(rows, dtype=torch.int32, device=DEVICE)
         self.x = torch.randn(rows, model.hidden, dtype=DTYPE, device=DEVICE)
         self._before: dict[str, Any] = {}
-        self.set_decode(decode or decode_config(model.head_dim, 2, model.heads))
+        self.set_decode(decode or config_of(model.head_dim, 2, model.heads, model.kv_heads, 1))
 
     def set_decode(self, config: DecodeConfig) -> None:
         """Set another configuration of decode attention."""
         m = self.model
         self.scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, self.rows, DEVICE, config)
         self.paged.plan(config.tile, 16)
+        few = config.few is not None and self.rows <= config.few.most_rows
+        self.work = self.paged.plan_few(self.scratch) if few else None
 
     def bytes(self) -> dict[str, int]:
         """Return the bytes that each kernel of a layer reads: weights, or keys and values."""
@@ -122,6 +124,7 @@ class Layers:
             window=0,
             scale=m.head_dim**-0.5,
             rope=rope,
+            few_work=self.work,
         )
         return out
 

@@ -26,7 +26,7 @@ products.
 """
 
 _FIRST = "_prepare"
-_ATTENTION = "_decode"
+_ATTENTION = ("_decode", "_decode_few")
 _NORM = "_rms_norm"
 _SAMPLING = "_mask_logits"
 _NEXT_PRODUCT = {
@@ -109,7 +109,7 @@ def _parts(names: Sequence[str]) -> Iterator[str]:
             continue
         if name in _OF_EXPERTS:
             part = _after(part, ("o", "router", "experts"), _OF_EXPERTS[name], name)
-        elif name == _ATTENTION:
+        elif name in _ATTENTION:
             part = _after(part, ("qkv",), "attention", name)
         elif _is_product(name):
             product = (

@@ -52,6 +52,8 @@ class _Step(NamedTuple):
     scratch: DecodeScratch
     plan: dict[int, tuple[Tensor, Tensor]]
     """By window: the ends of the tiles of decode rows, and of the other rows."""
+    works: dict[tuple[int, int], Tensor]
+    """By window and cache group, in a step of few decodes: the work of their kernel's programs."""
 
 
 class TritonAttention(AttentionBackend):
@@ -115,6 +117,11 @@ class TritonAttention(AttentionBackend):
             for size in {_FEW_ROWS, many}
         }
         self._sizes = (_FEW_ROWS, many)
+        few = self._scratches[1].few if 1 in self._scratches else None
+        self._works = {}
+        if few is not None and few.takes(_FEW_ROWS, setup.block_size):
+            for layer, window in enumerate(shape.windows):
+                self._works[window, shape.place(layer).group] = few.new_work()
         self._step: _Step | None = None
 
     def begin_step(self, batch: StepBatch) -> None:
@@ -127,7 +134,8 @@ class TritonAttention(AttentionBackend):
         few = batch.rows.max_prompt_rows == 0 and len(batch.rows.slots) <= _FEW_ROWS
         size = self._sizes[0] if few else self._sizes[1]
         plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
-        self._step = _Step(batch, batch.rows, scratch, plan)
+        works = self._works_for(batch.rows, scratch)
+        self._step = _Step(batch, batch.rows, scratch, plan, works)
         for window, (decode_ends, prefill_ends) in plan.items():
             plan_attention(
                 batch.rows.seq_lens,
@@ -140,6 +148,24 @@ class TritonAttention(AttentionBackend):
                 window=window,
                 queries=batch.rows.queries,
             )
+        for (window, group), work in works.items():
+            assert scratch.few is not None
+            scratch.few.plan(
+                work,
+                plan[window][0],
+                batch.rows.seq_lens,
+                batch.rows.slots,
+                batch.rows.block_tables[group],
+                self._setup.block_size,
+                window,
+            )
+
+    def _works_for(self, rows: DeviceRows, scratch: DecodeScratch) -> dict[tuple[int, int], Tensor]:
+        """Return the lists to plan if the step's rows go to the kernel of few rows."""
+        few = scratch.few
+        if few is None or rows.max_prompt_rows or len(rows.slots) > few.config.most_rows:
+            return {}
+        return self._works
 
     def attend(
         self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
@@ -205,10 +231,11 @@ class TritonAttention(AttentionBackend):
         sinks: Tensor | None,
     ) -> None:
         rows, window = step.rows, self._shape.windows[layer]
+        group = self._shape.place(layer).group
         decode_attention(
             qkv,
             self._layers[layer],
-            rows.block_tables[self._shape.place(layer).group],
+            rows.block_tables[group],
             rows.slots,
             rows.seq_lens,
             step.plan[window][0],
@@ -222,6 +249,7 @@ class TritonAttention(AttentionBackend):
             rope=rope,
             queries=rows.queries,
             valid_lens=rows.valid_lens,
+            few_work=step.works.get((window, group)) if rope is not None else None,
         )
 
     def _attend_prompts(

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_few import FewScratch, decode_few
 from sidestep.kernels.attention.decode_rows_triton import (
     blocks_of,
     place_of,
@@ -37,7 +38,7 @@ from sidestep.kernels.attention.kv_codes_triton import (
 )
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
 from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
-from sidestep.kernels.launch import num_processors, pdl
+from sidestep.kernels.launch import has_pdl, num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
 
 LOWEST = tl.constexpr(-3.0e38)
@@ -73,6 +74,9 @@ class DecodeScratch:
         )
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        self.few: FewScratch | None = None
+        if config.few is not None and queries == 1 and has_pdl(device):
+            self.few = FewScratch(num_heads, num_kv_heads, head_dim, device, config.few)
 
 
 @reads_early("tile_ends", "slots", "seq_lens", "valid_lens")
@@ -377,6 +381,7 @@ def decode_attention(
     rope: Rope | None = None,
     queries: int = 1,
     valid_lens: Tensor | None = None,
+    few_work: Tensor | None = None,
 ) -> None:
     """Compute each decode row's attention over all its keys, or the last `window` of them (0: all).
 
@@ -393,10 +398,28 @@ def decode_attention(
     softcap: the bound of the scores; sinks float32 [H]: scores that only the softmax's
     denominator has. With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the
     projections, and each row's new key and value are written to the cache; without, they are there
-    already.
+    already. few_work, which goes with `rope`: the plan of scratch.few for these rows, whose kernel
+    is then taken.
     """
     assert 1 <= queries <= scratch.queries
     assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
+    if few_work is not None:
+        assert rope is not None and scratch.few is not None and isinstance(cache, Tensor)
+        decode_few(
+            q,
+            cache,
+            block_tables,
+            few_work,
+            out,
+            scratch.few,
+            num_heads=num_heads,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            rope=rope,
+        )
+        return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
     _, twice_kv_heads, page, dim = cache.shape
     memory, numbers, numbers_stride, code_format = parts_of(cache)

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class FewConfig:
+    """Tile sizes and limits of decode attention of few rows (decode_few_gluon.py).
+
+    benchmarks/attention/gpu_few_rows.py tries others.
+    """
+
+    tile: int = 32
+    stages: int = 2
+    """Tiles of keys and values that are on their way at once."""
+    num_warps: int = 4
+    programs_per_processor: int = 4
+    min_tiles: int = 1
+    combined: int = 8192
+    """Numbers of other programs' parts that a program takes at once."""
+    next_early: bool = False
+    most_rows: int = 1
+    """The most rows of a step that are few: with 8, none of the configurations that were tried is
+    faster than the general kernel for all models."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +41,8 @@ class DecodeConfig:
     min_tiles_of_several: int = 4
     """The least number of tiles of a program where rows have several query tokens: their parts are
     larger, and so take longer to combine."""
+    few: FewConfig | None = None
+    """The tiles of few rows that come as projections, where these have a kernel of their own."""
 
     def num_warps_of(self, query_rows: int, dim: int) -> int:
         """Return the warps of a program for these rows of queries, of `dim` padded dimensions.
@@ -57,7 +80,15 @@ def config_of(
         return DecodeConfig(
             tile=64, num_warps=4, programs_per_processor=2, min_tiles_of_several=1, combined=8192
         )
-    return decode_config(head_dim, itemsize, num_heads)
+    config = decode_config(head_dim, itemsize, num_heads)
+    return replace(config, few=few_config(head_dim, itemsize, num_heads // num_kv_heads))
+
+
+def few_config(head_dim: int, itemsize: int, group: int) -> FewConfig | None:
+    """Return the configuration of few rows, or None for heads that their kernel does not take."""
+    if itemsize != 2 or head_dim not in (64, 128) or group > 8:
+        return None
+    return FewConfig()
 
 
 _ONE_WARP, _FOUR_WARPS = 16, 32

@@ -49,7 +49,7 @@ def parts_of(cache: Tensor | CodedCache) -> tuple[Tensor, Tensor | None, int, st
 
 
 @triton.jit
-def _rounded_up(scale):
+def rounded_up(scale):
     """Return the next number of float16 that is not below a scale."""
     half = tl.minimum(scale, 65504.0).to(tl.float16)
     above = (half.to(tl.int16, bitcast=True) + 1).to(tl.float16, bitcast=True)
@@ -58,7 +58,8 @@ def _rounded_up(scale):
 
 
 @triton.jit
-def _quotient(x, scale):
+def quotient(x, scale):
+    """Return x / scale, and 0 where the scale is 0 and x is too."""
     return x / tl.where(scale > 0.0, scale, 1.0)
 
 
@@ -75,12 +76,13 @@ def _e4m3(x):
 
 
 @triton.jit
-def _code(x, scale, FORMAT: tl.constexpr):
-    quotient = _quotient(x, scale)
+def code_of(x, scale, FORMAT: tl.constexpr):
+    """Return the codes of 8 bits of numbers that are at most the largest code times the scale."""
+    ratio = quotient(x, scale)
     if FORMAT == "int8":
-        return tl.floor(tl.minimum(tl.maximum(quotient, -127.0), 127.0) + 0.5).to(tl.int8)
+        return tl.floor(tl.minimum(tl.maximum(ratio, -127.0), 127.0) + 0.5).to(tl.int8)
     else:
-        return _e4m3(quotient)
+        return _e4m3(ratio)
 
 
 @triton.jit
@@ -115,11 +117,11 @@ def store_coded(
     if FORMAT == "int4":
         least = tl.minimum(tl.minimum(tl.min(low, 1), tl.min(high, 1)), 0.0)[:, None]
         most = tl.maximum(tl.maximum(tl.max(low, 1), tl.max(high, 1)), 0.0)[:, None]
-        half = _rounded_up((most - least) / 15.0)
+        half = rounded_up((most - least) / 15.0)
         scale = half.to(tl.float32)
-        zero = tl.minimum(tl.floor(_quotient(-least, scale) + 0.5), 15.0)
-        first = tl.floor(_quotient(low, scale) + zero + 0.5)
-        second = tl.floor(_quotient(high, scale) + zero + 0.5)
+        zero = tl.minimum(tl.floor(quotient(-least, scale) + 0.5), 15.0)
+        first = tl.floor(quotient(low, scale) + zero + 0.5)
+        second = tl.floor(quotient(high, scale) + zero + 0.5)
         first = tl.minimum(tl.maximum(first, 0.0), 15.0).to(tl.uint8)
         second = tl.minimum(tl.maximum(second, 0.0), 15.0).to(tl.uint8)
         tl.store(target, first | (second << 4), mask=inside)
@@ -127,10 +129,10 @@ def store_coded(
     else:
         LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
         top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))[:, None]
-        half = _rounded_up(top / LARGEST)
+        half = rounded_up(top / LARGEST)
         scale = half.to(tl.float32)
-        tl.store(target, _code(low, scale, FORMAT), mask=inside)
-        tl.store(target + D // 2, _code(high, scale, FORMAT), mask=inside)
+        tl.store(target, code_of(low, scale, FORMAT), mask=inside)
+        tl.store(target + D // 2, code_of(high, scale, FORMAT), mask=inside)
     tl.store(number, half, mask=writes)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from sidestep.kernels.attention import (
@@ -14,20 +12,10 @@ from sidestep.kernels.attention import (
 )
 from sidestep.kernels.attention.kv_codes_triton import CodedCache
 from sidestep.kernels.gpu import gpu_of
+from tests.triton.compiling.compile_few import Heads
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32, u8
 
 _BLOCKS, _SLOTS, _ROWS, _QUERIES = 20_000, 1024, 512, 5
-
-
-class _Heads(Protocol):
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def dim(self) -> int: ...
 
 
 def _cache(heads: int, page: int, dim: int, name: str) -> CodedCache:
@@ -44,7 +32,7 @@ def _cache(heads: int, page: int, dim: int, name: str) -> CodedCache:
     )
 
 
-def launch_codes(model: _Heads, page: int, window: int) -> None:
+def launch_codes(model: Heads, page: int, window: int) -> None:
     """Launch the writing of codes, decodes with and without drafts, and prompts."""
     gpu = gpu_of(torch.device("meta"))
     assert gpu is not None
@@ -52,7 +40,7 @@ def launch_codes(model: _Heads, page: int, window: int) -> None:
         _launch_format(model, _cache(2 * model.kv_heads, page, model.dim, name), window)
 
 
-def _launch_format(model: _Heads, cache: CodedCache, window: int) -> None:
+def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
     q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
     table, ids = f32(40_000, model.dim // 2), i32(TOKENS)
     qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads)

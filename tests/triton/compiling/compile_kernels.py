@@ -65,6 +65,7 @@ from sidestep.kernels.triton import (
 )
 from tests.triton.compiling.compile_codes import launch_codes
 from tests.triton.compiling.compile_experts import launch_experts
+from tests.triton.compiling.compile_few import launch_few
 from tests.triton.compiling.compile_quantized import FORMS, MAIN_FORMS, Form, launch_quantized
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32
 
@@ -291,6 +292,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
             queries=queries,
             valid_lens=valid_lens,
         )
+    launch_few(model, q, cache, rope, window)
     launch_prompts(model, q, cache, tables, window)
 
 

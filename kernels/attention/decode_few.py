@@ -1,0 +1,126 @@
+"""Launch of decode attention of few rows: its scratch memory, its plan and its kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from sidestep.kernels.attention.decode_config import FewConfig
+from sidestep.kernels.attention.decode_few_gluon import ABSENT, _decode_few
+from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
+from sidestep.kernels.attention.qkv_rope_triton import Rope
+from sidestep.kernels.attention.scores_triton import LOG2_E
+from sidestep.kernels.launch import num_processors, pdl
+
+
+class FewScratch:
+    """Scratch memory of a launch; all of it is ABSENT between launches."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        config: FewConfig,
+    ) -> None:
+        self.config = config
+        self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
+        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        width = max(16, triton.next_power_of_2(head_dim))
+        shape = (self.parts * num_kv_heads, group, width)
+        self.partial = torch.full(shape, ABSENT.value, dtype=torch.int32, device=device)
+        self.stats = torch.full(
+            (shape[0], 2, group), ABSENT.value, dtype=torch.int32, device=device
+        )
+
+    def new_work(self) -> Tensor:
+        """Return memory for a plan."""
+        return self.partial.new_zeros(self.parts, COLUMNS)
+
+    def takes(self, rows: int, page: int) -> bool:
+        """Return whether this many rows leave parts enough, and blocks have whole tiles."""
+        return 2 * rows <= self.parts and page % self.config.tile == 0
+
+    def plan(
+        self,
+        work: Tensor,
+        tile_ends: Tensor,
+        seq_lens: Tensor,
+        slots: Tensor,
+        block_tables: Tensor,
+        page: int,
+        window: int,
+    ) -> None:
+        """List the programs' work: see plan_few."""
+        plan_few(
+            tile_ends,
+            seq_lens,
+            slots,
+            block_tables,
+            work,
+            tile=self.config.tile,
+            page=page,
+            window=window,
+            min_tiles=self.config.min_tiles,
+        )
+
+
+def decode_few(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    work: Tensor,
+    out: Tensor,
+    scratch: FewScratch,
+    *,
+    num_heads: int,
+    window: int,
+    scale: float,
+    rope: Rope,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
+    """Compute what `decode_attention` does with a `rope`, for few rows.
+
+    work: from plan_few, for the scratch's parts and tile.
+    """
+    _, twice_kv_heads, page, dim = cache.shape
+    kv_heads, config = twice_kv_heads // 2, scratch.config
+    group, wide = num_heads // kv_heads, max(16, triton.next_power_of_2(dim))
+    padded = triton.next_power_of_2(group)
+    assert len(work) == scratch.parts
+    _decode_few[(scratch.parts * kv_heads,)](
+        q,
+        cache,
+        block_tables,
+        work,
+        out,
+        scratch.partial,
+        scratch.stats,
+        rope.cos,
+        rope.sin,
+        *(rope.norms if rope.norms is not None else (q, q)),
+        q.stride(0),
+        block_tables.stride(0),
+        cache.stride(0),
+        out.stride(0),
+        scale * LOG2_E.value,
+        rope.eps,
+        sinks,
+        kv_heads,
+        group,
+        padded,
+        dim,
+        page,
+        config.tile,
+        config.stages,
+        window,
+        softcap,
+        max(2, min(16, config.combined // (padded * wide))),
+        rope.norms is not None,
+        config.next_early,
+        num_warps=config.num_warps,
+        **pdl(q),
+    )

@@ -1,0 +1,94 @@
+"""The list of work of decode attention of few rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
+from tests.triton.batches import Shape, make_batch
+from tests.triton.support import DTYPE, assert_margins_untouched, poisoned, unchanged
+
+TILE = 16
+
+
+def planned(
+    lengths: list[int], parts: int, window: int = 0, min_tiles: int = 1, page: int = 32
+) -> list[list[int]]:
+    """Return the list of a batch, whose rows need not be in the order of their slots.
+
+    The blocks that it names are replaced by whether they are those of the tiles.
+    """
+    batch = make_batch(Shape(page=page), lengths, DTYPE)
+    ends, _ = batch.plan(TILE, 16, window)
+    work = poisoned(parts, COLUMNS, dtype=torch.int32)
+    with unchanged(**batch.inputs, ends=ends):
+        plan_few(
+            ends,
+            batch.seq_lens,
+            batch.slots,
+            batch.block_tables,
+            work,
+            tile=TILE,
+            page=page,
+            window=window,
+            min_tiles=min_tiles,
+        )
+    assert_margins_untouched(work)
+    listed: list[list[int]] = []
+    for row, slot, length, tile, stop, kind, *blocks in work.tolist():
+        if row < 0:
+            listed.append([row])
+            continue
+        assert slot == batch.slots[row] and length == lengths[row]
+        table = batch.block_tables[slot]
+        tiles = (tile, min(tile + 1, stop - 1))
+        assert blocks == [int(table[index * TILE // page]) for index in tiles]
+        listed.append([row, tile, stop, kind // 2, kind % 2])
+    return listed
+
+
+@pytest.mark.parametrize("window", [0, 1, 16, 40])
+@pytest.mark.parametrize("parts", [32, 33, 100])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [1024], [160] * 8, [3, 900, 1, 17, 5, 16, 2], [1, 16, 17, 32, 33, 65]],
+    ids=str,
+)
+def test_each_tile_of_each_row_is_in_one_part(lengths: list[int], parts: int, window: int) -> None:
+    listed = planned(lengths, parts, window)
+    busy = [entry for entry in listed if entry[0] >= 0]
+    assert listed == busy + [[-1]] * (parts - len(busy))
+    sizes = []
+    for row, length in enumerate(lengths):
+        own = [(part, entry) for part, entry in enumerate(busy) if entry[0] == row]
+        first = own[0][0]
+        at = max(0, length - window) // TILE if window else 0
+        for part, (_, tile, stop, first_part, is_last) in own:
+            assert (tile, first_part) == (at, first)
+            assert is_last == (part == own[-1][0])
+            assert stop > tile
+            sizes.append(stop - tile)
+            at = stop
+        assert at == -(-length // TILE)
+    # No part is larger than an even share, but for what rows do not share.
+    assert max(sizes) <= -(-sum(sizes) // (parts - 16)) + 1
+
+
+def test_the_least_number_of_tiles_is_kept_to() -> None:
+    assert planned([100], 32, min_tiles=4) == [
+        [0, 0, 4, 0, 0],
+        [0, 4, 7, 0, 1],
+        *[[-1]] * 30,
+    ]
+
+
+def test_as_many_parts_as_there_are_serve_long_rows() -> None:
+    assert [entry[1:] for entry in planned([512], 32)] == [
+        [tile, tile + 1, 0, int(tile == 31)] for tile in range(32)
+    ]
+
+
+def test_too_few_parts_are_refused() -> None:
+    with pytest.raises(AssertionError, match="too many rows"):
+        planned([10] * 8, 15)

@@ -1,0 +1,61 @@
+"""Compilation of decode attention of few rows (see compile_kernels.py)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from sidestep.kernels.attention import decode_attention_triton, decode_config
+from sidestep.kernels.attention.qkv_rope_triton import Rope
+from tests.triton.compiling.meta_tensors import bf16, f32, i32
+
+_SLOTS = 512
+
+
+class Heads(Protocol):
+    """Sizes of a model's attention."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def dim(self) -> int: ...
+
+
+def launch_few(
+    model: Heads,
+    q: Tensor,
+    cache: Tensor,
+    rope: Rope,
+    window: int,
+) -> None:
+    """Launch attention of few rows and its plan, for heads that have them."""
+    page = cache.shape[2]
+    config = decode_config.config_of(model.dim, 2, model.heads, model.kv_heads, 1)
+    scratch = decode_attention_triton.DecodeScratch(
+        model.heads, model.kv_heads, model.dim, 16, q.device, config
+    )
+    if scratch.few is None or not scratch.few.takes(16, page):
+        return
+    work, tables, rows = scratch.few.new_work(), i32(_SLOTS, 600), i32(16)
+    scratch.few.plan(work, rows, rows, rows, tables, page, window)
+    for softcap, sinks in ((None, None), (50.0, f32(model.heads))):
+        decode_attention_triton.decode_attention(
+            q,
+            cache,
+            tables,
+            rows,
+            rows,
+            rows,
+            bf16(16, model.heads * model.dim),
+            scratch,
+            num_heads=model.heads,
+            window=window,
+            scale=0.1,
+            softcap=softcap,
+            sinks=sinks,
+            rope=rope,
+            few_work=work,
+        )
