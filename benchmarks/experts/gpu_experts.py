@@ -1,10 +1,11 @@
 """Measure the kernels of a layer of experts on a GPU, beside the bytes that they must read.
 
-    python benchmarks/experts/gpu_experts.py [--forms bf16 fp8] [--rows 1 8 256 8192] [--tune]
+    python benchmarks/experts/gpu_experts.py [--forms bf16 mxfp4] [--rows 1 8 256 8192] [--tune]
 
 For each form of weights and number of rows it prints the time of the router, and of the experts'
-products with the floor of their bytes or operations. --tune tries other configurations of each
-product and prints the best of them; kernels/experts/experts_config.py is based on these figures.
+products with the floor of their bytes or operations. MXFP4 has the sizes of gpt-oss-20b, all else
+those of Qwen3-30B-A3B. --tune tries other configurations and prints the best of them;
+kernels/experts/experts_config.py is based on these figures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,63 +24,94 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Ceilings, Table, attempt, microseconds
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.experts_config import (
+    BulkConfig,
+    BulkConfigs,
+    CodedConfig,
+    CodedConfigs,
     FewConfig,
     FewConfigs,
     SortedConfig,
     SortedConfigs,
-    few_configs,
-    sorted_configs,
 )
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import route
 from sidestep.kernels.ops.routing import Choice, Routed
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
-HIDDEN, INNER, EXPERTS, CHOSEN = 2048, 768, 128, 8
+
+class Sizes(NamedTuple):
+    """Sizes of a layer."""
+
+    hidden: int
+    inner: int
+    experts: int
+    chosen: int
+
+
+QWEN = Sizes(2048, 768, 128, 8)
 """Sizes of Qwen3-30B-A3B."""
-FORMS = ("bf16", "fp8", "fp8-block", "mxfp4")
+FORMS = {"bf16": QWEN, "fp8": QWEN, "fp8-block": QWEN, "mxfp4": Sizes(2880, 2880, 32, 4)}
 SETS = 6
 """Sets of chosen experts, so that a few rows' matrices are not in the cache from run to run."""
-Configs = FewConfigs | SortedConfigs
+Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs
 
 
-def matrices(form: str, rows: int, columns: int) -> ExpertMatrix:
-    """Return the matrices of all experts."""
-    size = EXPERTS, rows, columns
-    if form == "bf16":
-        return ExpertMatrix(torch.randn(size, dtype=DTYPE, device=DEVICE) * columns**-0.5)
+def coded(form: str, rows: int, columns: int) -> ExpertCodes:
+    """Return an expert's matrix."""
     if form == "mxfp4":
-        codes = torch.randint(0, 256, (*size[:2], columns // 2), dtype=torch.uint8, device=DEVICE)
-        scales = torch.full((*size[:2], columns // 32), 122, dtype=torch.uint8, device=DEVICE)
-        return ExpertMatrix(codes, scales=scales)
-    values = torch.randn(size, device=DEVICE).to(torch.float8_e4m3fn)
-    groups = (rows, 1) if form == "fp8" else (rows // 128, columns // 128)
-    scales = torch.full((EXPERTS, *groups), columns**-0.5, device=DEVICE)
-    return ExpertMatrix(values, scales=scales)
+        codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=DEVICE)
+        scales = torch.randint(118, 122, (rows, columns // 32), dtype=torch.uint8, device=DEVICE)
+        return ExpertCodes.of_mxfp4(ExpertMatrix(codes, None, scales))
+    height, width = (1, columns) if form == "fp8" else (128, 128)
+    groups = rows // height, columns // width
+    return ExpertCodes.of(
+        CodedMatrix(
+            kind="fp8",
+            codes=torch.randn(rows, columns, device=DEVICE).to(torch.float8_e4m3fn),
+            scales=torch.rand(groups, device=DEVICE) * columns**-0.5,
+            group=(height, width),
+            dtype=DTYPE,
+        )
+    )
+
+
+def matrices(form: str, experts: int, rows: int, columns: int) -> ExpertMatrix | ExpertCodes:
+    """Return the matrices of all experts."""
+    if form == "bf16":
+        values = torch.randn(experts, rows, columns, dtype=DTYPE, device=DEVICE)
+        return ExpertMatrix(values * columns**-0.5)
+    stack = coded(form, rows, columns).room_for(experts)
+    for expert in range(experts):
+        stack.put(expert, coded(form, rows, columns))
+    return stack
 
 
 class Layer:
     """Experts of one form, and rows that choose among them."""
 
     def __init__(self, form: str, rows: int) -> None:
-        self.form, self.rows = form, rows
-        self.gate_up = matrices(form, 2 * INNER, HIDDEN)
-        self.down = matrices(form, HIDDEN, INNER)
-        self.router = torch.randn(EXPERTS, HIDDEN, dtype=DTYPE, device=DEVICE)
-        self.x = [torch.randn(rows, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(SETS)]
+        self.form, self.rows, self.sizes = form, rows, FORMS[form]
+        hidden, inner, experts, _ = self.sizes
+        self.gate_up = matrices(form, experts, 2 * inner, hidden)
+        self.down = matrices(form, experts, hidden, inner)
+        self.router = torch.randn(experts, hidden, dtype=DTYPE, device=DEVICE)
+        self.x = [torch.randn(rows, hidden, dtype=DTYPE, device=DEVICE) for _ in range(SETS)]
         self.out = torch.empty_like(self.x[0])
         self.routed = [self.choose(x) for x in self.x]
 
     def choose(self, x: torch.Tensor) -> Routed:
         """Return the experts of these rows."""
-        return route(x, self.router, None, Choice(CHOSEN, normalised=True))
+        return route(x, self.router, None, Choice(self.sizes.chosen, normalised=True))
 
     def floor(self, ceilings: Ceilings) -> float:
         """Return the least time of the products: for the weights read, or the operations."""
+        hidden, inner, experts, chosen = self.sizes
         used = sum(len(r.ids.unique()) for r in self.routed) / SETS
-        one = sum(part.nbytes for part in (*self.gate_up, *self.down) if part is not None) / EXPERTS
-        return ceilings.floor(used * one, 6.0 * self.rows * CHOSEN * HIDDEN * INNER)
+        one = (self.gate_up.nbytes + self.down.nbytes) / experts
+        return ceilings.floor(used * one, 6.0 * self.rows * chosen * hidden * inner)
 
     def calls(self, configs: Configs | None) -> list[Callable[[], object]]:
         """Return calls of the products, one a set of rows."""
@@ -90,40 +123,55 @@ class Layer:
 
         return [call(*one) for one in zip(self.x, self.routed, strict=True)]
 
-    def default(self) -> Configs:
-        """Return the usual configurations."""
-        if few_pairs(self.rows, CHOSEN, EXPERTS):
-            return few_configs(self.down)
-        return sorted_configs(self.rows * CHOSEN, EXPERTS)
 
-
-def few_candidates(columns: tuple[int, ...]) -> Iterator[FewConfig]:
+def few_candidates() -> Iterator[Configs]:
     """Yield configurations for a few pairs."""
-    for n, step, warps, stages in itertools.product(columns, (128, 256, 512), (2, 4), (1, 3)):
+    default = FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1))
+    for n, step, warps, stages in itertools.product((2, 4, 8, 16), (128, 256, 512), (2, 4), (1, 3)):
         if 1024 <= n * step <= 8192:
-            yield FewConfig(n, step, warps, stages)
+            one = FewConfig(n, step, warps, stages)
+            yield dataclasses.replace(default, gate_up=one)
+            if n < 16:
+                yield dataclasses.replace(default, down=one)
 
 
-def candidates(default: Configs, each: float) -> Iterator[Configs]:
-    """Yield configurations in which one product differs from the default. each: pairs an expert."""
-    if isinstance(default, FewConfigs):
-        for few in few_candidates((4, 8, 16)):
-            yield dataclasses.replace(default, gate_up=few)
-        for few in few_candidates((2, 4, 8)):
-            yield dataclasses.replace(default, down=few)
-        return
-    for pairs in (16, 32, 64, 128):
-        if not each / 4 <= pairs <= 6 * each + 16:
+def coded_candidates() -> Iterator[Configs]:
+    """Yield configurations for a few pairs of coded experts, and for more."""
+    for rows, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5, 6)):
+        one = CodedConfig(rows, warps, stages)
+        yield CodedConfigs(one, one)
+    for rows, pairs, warps, stages in itertools.product(
+        (64, 128, 256), (16, 32, 64, 128), (4, 8), (3, 4)
+    ):
+        if 1024 <= rows * pairs // warps * 2 <= 8192:
+            one = CodedConfig(rows, warps, stages)
+            yield CodedConfigs(one, one, pairs, in_tiles=True)
+
+
+def sorted_candidates() -> Iterator[Configs]:
+    """Yield configurations for sorted pairs."""
+    for pairs, columns, warps, stages in itertools.product(
+        (16, 32, 64, 128), (64, 128), (4, 8), (5, 7, 9)
+    ):
+        if pairs == 128 and columns * warps < 1024:
             continue
-        for columns, warps, stages, swapped in itertools.product(
-            (64, 128), (4, 8), (3, 4), (False, True)
-        ):
-            if (pairs < 64 and not swapped) or (swapped and pairs > 64):
-                continue
-            if columns * pairs < 2048 * warps / 4 or columns * pairs > 4096 * warps / 2:
-                continue
-            one = SortedConfig(columns, warps=warps, stages=stages, swapped=swapped)
-            yield SortedConfigs(pairs, one, one)
+        programs = 2 if columns == 64 else 1
+        yield BulkConfigs(
+            pairs,
+            BulkConfig(columns, 128, warps, stages, pairs < 128, programs),
+            BulkConfig(2 * columns, 128, warps, stages, pairs < 128, programs),
+        )
+    yield SortedConfigs(32, *[SortedConfig(128, warps=8, swapped=True)] * 2)
+
+
+def candidates(layer: Layer) -> Iterator[Configs]:
+    """Yield the configurations that a layer may have."""
+    if layer.form != "bf16":
+        yield from coded_candidates()
+    else:
+        if few_pairs(layer.rows, layer.sizes.chosen, layer.sizes.experts):
+            yield from few_candidates()
+        yield from sorted_candidates()
 
 
 def measure(layer: Layer, ceilings: Ceilings, table: Table) -> None:
@@ -139,7 +187,7 @@ def measure(layer: Layer, ceilings: Ceilings, table: Table) -> None:
 
 def tune(layer: Layer, table: Table) -> None:
     """Add the lines of the best configurations."""
-    tried = list(candidates(layer.default(), layer.rows * CHOSEN / EXPERTS))
+    tried = list(candidates(layer))
     with CompilerThreads(14) as threads, compiling_only(threads):
         for configs in tried:
             layer.calls(configs)[0]()
@@ -147,7 +195,7 @@ def tune(layer: Layer, table: Table) -> None:
         ((attempt(lambda c=c: microseconds(layer.calls(c), 3)), c) for c in tried),
         key=lambda one: one[0],
     )
-    for time, configs in found[:4] if not isinstance(tried[0], FewConfigs) else found[:6]:
+    for time, configs in found[:6]:
         table.add(f"    {time:8.1f}  {configs}")
 
 

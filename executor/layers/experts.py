@@ -28,6 +28,7 @@ from sidestep.ipc.model.layer_spec import (
     ExpertStorage,
     NormSpec,
 )
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
@@ -196,15 +197,15 @@ def expert_matrix(matrix: Matrix) -> ExpertMatrix | CodedMatrix:
     return ExpertMatrix(matrix) if isinstance(matrix, Tensor) else matrix
 
 
-def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix:
+def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix | ExpertCodes:
     """Return an expert's matrix as a GPU's kernels take it.
 
     Raises EngineStartError for codes that no kernel reads.
     """
     if isinstance(matrix, ExpertMatrix):
-        return matrix
+        return matrix if matrix.scales is None else ExpertCodes.of_mxfp4(matrix)
     try:
-        return ExpertMatrix.of(matrix)
+        return ExpertCodes.of(matrix)
     except ValueError as error:
         raise EngineStartError(
             f"model: {error} on a GPU; supported are fp8, int8 and int4 with zeros"
@@ -309,7 +310,7 @@ class GpuExperts:
 
 def _stacked(
     matrix: Callable[[int], ExpertMatrix | CodedMatrix], experts: Sequence[int]
-) -> ExpertMatrix:
+) -> ExpertMatrix | ExpertCodes:
     """Return the matrices of these experts as one. They are loaded one by one."""
     first = on_device(matrix(experts[0]))
     stack = first.room_for(len(experts))

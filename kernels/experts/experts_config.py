@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-
 
 @dataclass(frozen=True)
 class FewConfig:
@@ -46,6 +44,24 @@ class SortedConfigs:
 
 
 @dataclass(frozen=True)
+class BulkConfig(SortedConfig):
+    """Partition of a product of sorted pairs whose matrices the bulk copy engine loads."""
+
+    programs: int = 1
+    """Programs for each multiprocessor."""
+
+
+@dataclass(frozen=True)
+class BulkConfigs:
+    """Configurations of both products."""
+
+    pairs: int
+    """Pairs of a tile."""
+    gate_up: BulkConfig
+    down: BulkConfig
+
+
+@dataclass(frozen=True)
 class FewConfigs:
     """Configurations of both products."""
 
@@ -53,12 +69,32 @@ class FewConfigs:
     down: FewConfig
 
 
-def few_configs(matrix: ExpertMatrix) -> FewConfigs:
-    """Return the configurations for a few pairs. matrix: one of the products' matrices."""
-    if matrix.groups is not None:
-        # A thread sums 64 numbers at most; two of four bits are summed as one.
-        at_once = 512 if matrix.groups[0] in ("int4", "mxfp4") else 256
-        return FewConfigs(FewConfig(8, 512, stages=1), FewConfig(4, at_once, stages=1))
+@dataclass(frozen=True)
+class CodedConfig:
+    """Partition of a product of coded experts."""
+
+    rows: int = 64
+    """Rows of matrices of a program: of the gate and of the other half, or of a token's experts.
+    The tensor cores take 64."""
+    warps: int = 4
+    stages: int = 5
+    """Steps that are loading at once."""
+
+
+@dataclass(frozen=True)
+class CodedConfigs:
+    """Configurations of both products."""
+
+    gate_up: CodedConfig = CodedConfig()
+    down: CodedConfig = CodedConfig()
+    pairs: int = 16
+    """Pairs of an expert that share a program; not of the last product of a few pairs."""
+    in_tiles: bool = False
+    """Whether the pairs are sorted."""
+
+
+def few_configs() -> FewConfigs:
+    """Return the configurations for a few pairs."""
     return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1))
 
 
@@ -73,3 +109,34 @@ def sorted_configs(pairs: int, experts: int) -> SortedConfigs:
         return SortedConfigs(64, middle, middle)
     small = SortedConfig(128, warps=8, swapped=True)
     return SortedConfigs(32, small, small)
+
+
+def bulk_configs(pairs: int, experts: int) -> BulkConfigs:
+    """Return the configurations for as many pairs in all, where the copy engine can be used."""
+    each = pairs / experts
+    if each >= 128:
+        return BulkConfigs(
+            128, BulkConfig(128, warps=8, stages=7), BulkConfig(256, warps=8, stages=5)
+        )
+    size = 16 if each < 12 else 32 if each < 24 else 64
+    stages = 9 if size < 64 else 7
+    return BulkConfigs(
+        size,
+        BulkConfig(128, warps=8, stages=stages, swapped=True),
+        BulkConfig(256, warps=8, stages=stages, swapped=True),
+    )
+
+
+def coded_configs(pairs: int, experts: int, *, few: bool) -> CodedConfigs:
+    """Return the configurations for coded experts, and as many pairs in all."""
+    if few:
+        return CodedConfigs()
+    each = pairs / experts
+    if each >= 96:
+        large = CodedConfig(128, warps=8, stages=4)
+        return CodedConfigs(large, large, 128, in_tiles=True)
+    if each >= 48:
+        middle = CodedConfig(128, warps=8, stages=3)
+        return CodedConfigs(middle, middle, 64, in_tiles=True)
+    small = CodedConfig(128, stages=4)
+    return CodedConfigs(small, small, 16 if each < 12 else 32, in_tiles=True)

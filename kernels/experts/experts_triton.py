@@ -1,7 +1,10 @@
 """The products of a mixture of experts in Triton.
 
-A pair is a token and one of its experts. For a few pairs, each is multiplied by itself
-(few_pairs_triton.py). For more, they are sorted by expert (grouped_pairs_triton.py).
+A pair is a token and one of its experts. For a few pairs, each is multiplied by itself, or by
+those of its expert (few_pairs_triton.py, coded_pairs_triton.py). For more, they are sorted by
+expert, in tiles (sorted_pairs_triton.py). Then a tile is multiplied at once: by
+bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk copy engine cannot be used, or by
+coded_pairs_triton.py where experts are in codes. A last kernel adds each token's results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -14,17 +17,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
+from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.experts_config import (
+    BulkConfigs,
+    CodedConfigs,
     FewConfigs,
     SortedConfigs,
+    bulk_configs,
+    coded_configs,
     few_configs,
     sorted_configs,
 )
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
-from sidestep.kernels.experts.grouped_pairs_triton import multiply_sorted
+from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
+from sidestep.kernels.experts.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed
+
+Activation = tuple[bool, float | None, float | None]
+"""Whether it is GELU, and alpha and limit of a clamp."""
+Configs = FewConfigs | SortedConfigs | BulkConfigs
 
 
 def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
@@ -38,8 +53,8 @@ def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
 def multiply_experts(
     x: Tensor,
     routed: Routed,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
+    gate_up: ExpertMatrix | ExpertCodes,
+    down: ExpertMatrix | ExpertCodes,
     out: Tensor,
     *,
     add: bool,
@@ -48,29 +63,54 @@ def multiply_experts(
     few: bool | None = None,
     some: bool = False,
     norm: RmsNorm | None = None,
-    configs: FewConfigs | SortedConfigs | None = None,
+    configs: Configs | CodedConfigs | None = None,
 ) -> BegunNorm | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
-    x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and of one
-    type where they are not coded. clamped: alpha and limit of clamped_swiglu, if that is the
-    activation. few: whether each pair is multiplied by itself; None for the usual choice. some:
-    whether pairs may have negative ids, which add nothing. norm: the norm that the result goes
-    through next. configs: None for the usual ones. Return the part of that norm that was computed
-    on the way, or None. As of other products, it is not begun in float16.
+    x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and both
+    of one type, or both in codes. clamped: alpha and limit of clamped_swiglu, if that is the
+    activation. few: whether no pair is sorted; None for the usual choice. some: whether pairs may
+    have negative ids, which add nothing. norm: the norm that the result goes through next. configs:
+    None for the usual ones. Return the part of that norm that was computed on the way, or None. As
+    of other products, it is not begun in float16.
     """
     if len(x) == 0:
         return None
-    (rows, chosen), experts = routed.ids.shape, len(down.values)
-    if configs is None:
-        if few_pairs(rows, chosen, experts) if few is None else few:
-            configs = few_configs(down)
+    rows, chosen = routed.ids.shape
+    few = few_pairs(rows, chosen, down.num_experts) if few is None else few
+    activation = gelu, *(clamped or (None, None))
+    begun = norm if x.dtype == torch.bfloat16 else None
+    if isinstance(gate_up, ExpertCodes):
+        assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
+        coded = configs or coded_configs(rows * chosen, down.num_experts, few=few)
+        operands = gate_up, down, activation, coded
+        if not coded.in_tiles:
+            return multiply_few_codes(x, routed, out, *operands, add=add, some=some, norm=begun)
+        tiles = sort_pairs(routed.ids, down.num_experts, coded.pairs)
+        results = multiply_sorted_codes(x, chosen, tiles, *operands)
+    else:
+        assert isinstance(down, ExpertMatrix) and not isinstance(configs, CodedConfigs)
+        found = configs or _configs(x, routed, gate_up, down, few=few)
+        if isinstance(found, FewConfigs):
+            matrices = gate_up, down, activation, found
+            return multiply_few(x, routed, out, *matrices, add=add, some=some, norm=begun)
+        tiles = sort_pairs(routed.ids, down.num_experts, found.pairs)
+        sorted_pairs = x, chosen, tiles, gate_up, down, activation
+        if isinstance(found, BulkConfigs):
+            results = multiply_bulk(*sorted_pairs, found)
         else:
-            configs = sorted_configs(rows * chosen, experts)
-    alpha, limit = clamped or (None, None)
-    operands = x, routed, gate_up, down, out, (gelu, alpha, limit)
-    if isinstance(configs, FewConfigs):
-        begun = norm if x.dtype == torch.bfloat16 else None
-        return multiply_few(*operands, configs, add=add, some=some, norm=begun)
-    multiply_sorted(*operands, configs, add=add, some=some)
+            results = multiply_grouped(*sorted_pairs, found)
+    combine_pairs(results, routed, out, add=add, some=some)
     return None
+
+
+def _configs(
+    x: Tensor, routed: Routed, gate_up: ExpertMatrix, down: ExpertMatrix, *, few: bool
+) -> Configs:
+    """Return the usual configurations for matrices in 16 bits."""
+    if few:
+        return few_configs()
+    sizes = routed.ids.numel(), down.num_experts
+    if can_be_bulk(x, gate_up.values, down.values):
+        return bulk_configs(*sizes)
+    return sorted_configs(*sizes)

@@ -13,75 +13,42 @@ from torch import Tensor
 
 from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.expert_weights_triton import expert_weights
 from sidestep.kernels.experts.experts_config import FewConfigs
-from sidestep.kernels.experts.grouped_numbers_triton import grouped_added, grouped_zeros
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed
 
 
 @triton.jit
-def _zeros(N: tl.constexpr, STEP: tl.constexpr, GROUPS: tl.constexpr):
-    """Return zeros for the sums of N rows. GROUPS: kind, rows and columns of groups, or None."""
-    if GROUPS is None:
-        acc = tl.zeros([N, STEP], tl.float32)
-    else:
-        WIDTH: tl.constexpr = GROUPS[2]
-        IN_BYTE: tl.constexpr = 2 if GROUPS[0] == "int4" or GROUPS[0] == "mxfp4" else 1
-        acc = grouped_zeros(N, STEP, WIDTH, IN_BYTE)
-    return acc
+def _weights(weight, rows, there, at, K: tl.constexpr, STEP: tl.constexpr):
+    """Return STEP numbers from `at` on of rows [N] of a matrix with K columns, 0 outside.
+
+    there: which rows are read [N]; None for all.
+    """
+    steps = (at + tl.arange(0, STEP))[None, :]
+    inside = steps < K
+    if there is not None:
+        inside = inside & there[:, None]
+    return tl.load(weight + rows[:, None] * K + steps, mask=inside, other=0.0)
 
 
 @triton.jit
-def _added(
-    acc,
-    weight,
-    scales,
-    rows,
-    there,
-    x,
-    at,
-    K: tl.constexpr,
-    STEP: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    """Return acc with the products of STEP numbers of these rows [N] and their inputs.
+def _added(acc, w, x, at, K: tl.constexpr, STEP: tl.constexpr):
+    """Return acc with the products of numbers w [N, STEP] and their inputs from `at` on.
 
     x: the first input's address, or those of each row [N].
     """
-    if GROUPS is None:
-        steps = (at + tl.arange(0, STEP))[None, :]
-        if there is None:
-            w = expert_weights(weight, scales, rows[:, None], None, at, K, STEP, FORM)
-        else:
-            w = expert_weights(weight, scales, rows[:, None], there[:, None], at, K, STEP, FORM)
-        if x.type.is_block():
-            x = x[:, None]
-        value = tl.load(x + steps, mask=steps < K, other=0.0)
-        acc += w.to(tl.float32) * value.to(tl.float32)
-    else:
-        KIND: tl.constexpr = GROUPS[0]
-        HEIGHT: tl.constexpr = GROUPS[1]
-        WIDTH: tl.constexpr = GROUPS[2]
-        acc = grouped_added(acc, weight, scales, rows, there, x, at, K, STEP, WIDTH, HEIGHT, KIND)
-    return acc
-
-
-@triton.jit
-def _total(acc, GROUPS: tl.constexpr):
-    """Return the sum of each row."""
-    if GROUPS is not None:
-        acc = tl.sum(acc, 2)
-    return tl.sum(acc, 1)
+    steps = (at + tl.arange(0, STEP))[None, :]
+    if x.type.is_block():
+        x = x[:, None]
+    value = tl.load(x + steps, mask=steps < K, other=0.0)
+    return acc + w.to(tl.float32) * value.to(tl.float32)
 
 
 @triton.jit
 def _expert_gate_up(
     x,
     weight,
-    scales,
     bias,
     ids,
     out,
@@ -91,8 +58,6 @@ def _expert_gate_up(
     N: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -110,12 +75,12 @@ def _expert_gate_up(
         stop = tl.where(expert < 0, 0, D)
     rows = expert * 2 * F + tl.minimum(columns, F - 1)
     own = x + pair // CHOSEN * D
-    gate = _zeros(N, STEP, GROUPS)
-    up = _zeros(N, STEP, GROUPS)
+    gate = tl.zeros([N, STEP], tl.float32)
+    up = tl.zeros([N, STEP], tl.float32)
     for at in tl.range(0, stop, STEP, num_stages=STAGES):
-        gate = _added(gate, weight, scales, rows, None, own, at, D, STEP, FORM, GROUPS)
-        up = _added(up, weight, scales, rows + F, None, own, at, D, STEP, FORM, GROUPS)
-    gate_sum, up_sum = _total(gate, GROUPS), _total(up, GROUPS)
+        gate = _added(gate, _weights(weight, rows, None, at, D, STEP), own, at, D, STEP)
+        up = _added(up, _weights(weight, rows + F, None, at, D, STEP), own, at, D, STEP)
+    gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if bias is not None:
         own = bias + expert * 2 * F + columns
         there = columns < (tl.where(expert < 0, 0, F) if SOME else F)
@@ -130,7 +95,6 @@ def _expert_gate_up(
 def _expert_down(
     inner,
     weight,
-    scales,
     bias,
     ids,
     weights,
@@ -145,8 +109,6 @@ def _expert_down(
     N: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    FORM: tl.constexpr,
-    GROUPS: tl.constexpr,
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     SOME: tl.constexpr,
@@ -169,23 +131,17 @@ def _expert_down(
     inside = None
     if SOME or KEPT != CHOSEN:
         inside = there
-    acc = _zeros(KEPT * N, STEP, GROUPS)
-    FIRST: tl.constexpr = STEP if GROUPS is None else 0
-    steps = tl.arange(0, STEP)[None, :]
-    if GROUPS is None:
-        # The kernel before waited for the ids, so they are there. The first weights load while it
-        # runs.
-        there_too = None if inside is None else inside[:, None]
-        w = expert_weights(weight, scales, rows[:, None], there_too, 0, F, STEP, FORM)
+    acc = tl.zeros([KEPT * N, STEP], tl.float32)
+    values = inner + pair * F
+    # The kernel before waited for the ids, so they are there. The first weights load while it runs.
+    w = _weights(weight, rows, inside, 0, F, STEP)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if GROUPS is None:
-        value = tl.load(inner + pair[:, None] * F + steps, mask=steps < F, other=0.0)
-        acc += w.to(tl.float32) * value.to(tl.float32)
-    for at in tl.range(FIRST, F, STEP, num_stages=STAGES):
-        acc = _added(acc, weight, scales, rows, inside, inner + pair * F, at, F, STEP, FORM, GROUPS)
-    result = _total(acc, GROUPS)
+    acc = _added(acc, w, values, 0, F, STEP)
+    for at in tl.range(STEP, F, STEP, num_stages=STAGES):
+        acc = _added(acc, _weights(weight, rows, inside, at, F, STEP), values, at, F, STEP)
+    result = tl.sum(acc, 1)
     if bias is not None:
         own = bias + expert * D + column
         result += tl.load(own, mask=there & (column < D), other=0.0).to(tl.float32)
@@ -210,9 +166,9 @@ def _expert_down(
 def multiply_few(
     x: Tensor,
     routed: Routed,
+    out: Tensor,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
-    out: Tensor,
     activation: tuple[bool, float | None, float | None],
     configs: FewConfigs,
     *,
@@ -226,8 +182,7 @@ def multiply_few(
     c = configs.gate_up
     _expert_gate_up[(rows * chosen, triton.cdiv(inner_width, c.columns))](
         x,
-        gate_up.operand,
-        gate_up.scales,
+        gate_up.values,
         gate_up.bias,
         routed.ids,
         inner,
@@ -237,8 +192,6 @@ def multiply_few(
         c.columns,
         c.step,
         c.stages,
-        gate_up.form,
-        gate_up.groups,
         *activation,
         some,
         num_warps=c.warps,
@@ -251,8 +204,7 @@ def multiply_few(
         begun = BegunNorm(torch.empty_like(out), squares)
     _expert_down[(rows, triton.cdiv(width, c.columns))](
         inner,
-        down.operand,
-        down.scales,
+        down.values,
         down.bias,
         *routed,
         out,
@@ -265,8 +217,6 @@ def multiply_few(
         c.columns,
         c.step,
         c.stages,
-        down.form,
-        down.groups,
         add,
         begun is not None,
         some,

@@ -2,7 +2,7 @@
 
 The pairs are sorted by expert. Each program multiplies a tile of pairs of one expert with a part of
 its matrix. There are programs for the most tiles that may be needed, and those that are not needed
-end at once. A last kernel adds each token's results.
+end at once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from torch import Tensor
 
 from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.expert_weights_triton import expert_weights
 from sidestep.kernels.experts.experts_config import SortedConfigs
-from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
+from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.ops.routing import Routed
 
 
 @triton.jit
 def _added(acc, value, w, SWAPPED: tl.constexpr):
     """Return acc + value w^T, or its transpose."""
-    w = w.to(value.dtype)
     if SWAPPED:
         acc = tl.dot(w, value.T, acc, input_precision="ieee")
     else:
@@ -35,7 +32,6 @@ def _added(acc, value, w, SWAPPED: tl.constexpr):
 def _grouped_gate_up(
     x,
     weight,
-    scales,
     bias,
     order,
     experts,
@@ -49,7 +45,6 @@ def _grouped_gate_up(
     N: tl.constexpr,
     STEP: tl.constexpr,
     SWAPPED: tl.constexpr,
-    FORM: tl.constexpr,
     GELU: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -69,9 +64,9 @@ def _grouped_gate_up(
         for at in range(0, D, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(tokens + steps, mask=steps < D, other=0.0)
-            w = expert_weights(weight, scales, rows, None, at, D, STEP, FORM)
+            w = tl.load(weight + rows * D + steps, mask=steps < D, other=0.0)
             gate = _added(gate, value, w, SWAPPED)
-            w = expert_weights(weight, scales, rows + F, None, at, D, STEP, FORM)
+            w = tl.load(weight + (rows + F) * D + steps, mask=steps < D, other=0.0)
             up = _added(up, value, w, SWAPPED)
         if SWAPPED:
             gate, up = gate.T, up.T
@@ -90,7 +85,6 @@ def _grouped_gate_up(
 def _grouped_down(
     inner,
     weight,
-    scales,
     bias,
     order,
     experts,
@@ -103,7 +97,6 @@ def _grouped_down(
     N: tl.constexpr,
     STEP: tl.constexpr,
     SWAPPED: tl.constexpr,
-    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -119,7 +112,7 @@ def _grouped_down(
         for at in range(0, F, STEP):
             steps = (at + tl.arange(0, STEP))[None, :]
             value = tl.load(values + steps, mask=steps < F, other=0.0)
-            w = expert_weights(weight, scales, rows, None, at, F, STEP, FORM)
+            w = tl.load(weight + rows * F + steps, mask=steps < F, other=0.0)
             acc = _added(acc, value, w, SWAPPED)
         if SWAPPED:
             acc = acc.T
@@ -131,63 +124,29 @@ def _grouped_down(
         tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _combine(
-    results,
-    ids,
-    weights,
-    out,
-    D: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    N: tl.constexpr,
-    ADD: tl.constexpr,
-    SOME: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * N + tl.arange(0, N)
-    inside = columns < D
-    total = tl.zeros([N], tl.float32)
-    for place in range(CHOSEN):
-        pair = token * CHOSEN + place
-        stop = D
-        if SOME:
-            stop = tl.where(tl.load(ids + pair) < 0, 0, D)
-        result = tl.load(results + pair * D + columns, mask=columns < stop, other=0.0)
-        total += tl.load(weights + pair) * result.to(tl.float32)
-    target = out + token * D + columns
-    if ADD:
-        total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
-
-
-def multiply_sorted(
+def multiply_grouped(
     x: Tensor,
-    routed: Routed,
+    chosen: int,
+    tiles: SortedPairs,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
-    out: Tensor,
     activation: tuple[bool, float | None, float | None],
     configs: SortedConfigs,
-    *,
-    add: bool,
-    some: bool,
-) -> None:
-    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp."""
-    (rows, width), experts, chosen = x.shape, len(down.values), routed.ids.shape[1]
-    inner_width, pairs, kind = gate_up.num_rows // 2, rows * chosen, pdl(x)
+) -> Tensor:
+    """Return the results of all pairs, [T * k, D]. activation: `gelu`, alpha and limit of a clamp.
+
+    tiles: of as many pairs as the configurations say.
+    """
+    (rows, width), experts, inner_width = x.shape, gate_up.num_experts, gate_up.num_rows // 2
+    pairs, kind = rows * chosen, pdl(x)
     inner = x.new_empty(pairs, inner_width)
-    tiles = sort_pairs(routed.ids, experts, configs.pairs)
     c = configs.gate_up
     _grouped_gate_up[(len(tiles.experts), triton.cdiv(inner_width, c.columns))](
         x,
-        gate_up.operand,
-        gate_up.scales,
+        gate_up.values,
         gate_up.bias,
-        *tiles,
+        tiles.order,
+        tiles.experts,
         inner,
         pairs,
         width,
@@ -198,7 +157,6 @@ def multiply_sorted(
         c.columns,
         c.step_bytes // x.element_size(),
         c.swapped,
-        gate_up.form,
         *activation,
         num_warps=c.warps,
         num_stages=c.stages,
@@ -208,10 +166,10 @@ def multiply_sorted(
     c = configs.down
     _grouped_down[(len(tiles.experts), triton.cdiv(width, c.columns))](
         inner,
-        down.operand,
-        down.scales,
+        down.values,
         down.bias,
-        *tiles,
+        tiles.order,
+        tiles.experts,
         results,
         pairs,
         width,
@@ -221,12 +179,8 @@ def multiply_sorted(
         c.columns,
         c.step_bytes // x.element_size(),
         c.swapped,
-        down.form,
         num_warps=c.warps,
         num_stages=c.stages,
         **kind,
     )
-    block = min(1024, triton.next_power_of_2(width))
-    _combine[(rows, triton.cdiv(width, block))](
-        results, *routed, out, width, chosen, block, add, some, num_warps=4, **kind
-    )
+    return results

@@ -1,4 +1,4 @@
-"""Sorting of the pairs of a token and an expert by their experts, in Triton.
+"""Sorting of the pairs of a token and an expert by their experts, in Triton; and their sums.
 
 Sorted pairs lie in tiles of one expert. The number of tiles is known on the device alone.
 """
@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.ops.routing import Routed
 
 _FEW_AT_ONCE, _MANY_AT_ONCE = 1024, 8192
 """Pairs that a sorting program looks at in a turn."""
@@ -38,6 +39,7 @@ def _place_pairs(
     counts,
     order,
     experts,
+    used,
     P,
     tiles,
     E: tl.constexpr,
@@ -70,8 +72,42 @@ def _place_pairs(
     for tile in range(first, first + own):
         tl.store(experts + tile, expert)
     if expert == E - 1:
+        tl.store(used, first + own)
         for tile in range(first + own, tiles):
             tl.store(experts + tile, E)
+
+
+@triton.jit
+def _combine(
+    results,
+    ids,
+    weights,
+    out,
+    D: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    N: tl.constexpr,
+    ADD: tl.constexpr,
+    SOME: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * N + tl.arange(0, N)
+    inside = columns < D
+    total = tl.zeros([N], tl.float32)
+    for place in range(CHOSEN):
+        pair = token * CHOSEN + place
+        stop = D
+        if SOME:
+            stop = tl.where(tl.load(ids + pair) < 0, 0, D)
+        result = tl.load(results + pair * D + columns, mask=columns < stop, other=0.0)
+        total += tl.load(weights + pair) * result.to(tl.float32)
+    target = out + token * D + columns
+    if ADD:
+        total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
 
 
 class SortedPairs(NamedTuple):
@@ -81,6 +117,8 @@ class SortedPairs(NamedTuple):
     """int32: the pairs' numbers; those that fill a tile up are the number of pairs."""
     experts: Tensor
     """int32: the expert of each tile; the number of experts for tiles that are not needed."""
+    used: Tensor
+    """int32 [1]: the number of tiles that are needed."""
 
 
 def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
@@ -90,9 +128,9 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     """
     pairs = ids.numel()
     tiles = triton.cdiv(pairs, in_tile) + min(pairs, num_experts)
-    counts, order, experts = (
+    counts, order, experts, used = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts, tiles * in_tile, tiles)
+        for size in (num_experts, tiles * in_tile, tiles, 1)
     )
     grid, kind = (num_experts,), pdl(ids)
     few = pairs <= 2 * _FEW_AT_ONCE
@@ -103,6 +141,7 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         counts,
         order,
         experts,
+        used,
         pairs,
         tiles,
         num_experts,
@@ -112,4 +151,13 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         num_warps=warps,
         **kind,
     )
-    return SortedPairs(order, experts)
+    return SortedPairs(order, experts, used)
+
+
+def combine_pairs(results: Tensor, routed: Routed, out: Tensor, *, add: bool, some: bool) -> None:
+    """Write each token's weighted sum of its pairs' results [T * k, D] to out [T, D], or add it."""
+    (rows, width), chosen = out.shape, routed.ids.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    _combine[(rows, triton.cdiv(width, block))](
+        results, *routed, out, width, chosen, block, add, some, num_warps=4, **pdl(out)
+    )

@@ -140,7 +140,7 @@ def test_experts_of_gpt_oss_stay_packed(tmp_path: Path) -> None:
         made = GpuRunner(worker_args(path))
     assert made._model._loaded is not None
     weights = weights_of(made._model._loaded.decoder).values()
-    assert {tensor.dtype for tensor in weights} == {torch.float32, torch.uint8}
+    assert {tensor.dtype for tensor in weights} == {torch.float32, torch.int32}
     compare(made, path, [step for step, _ in schedule(mixed_requests()[:3], 12, 16)])
 
 

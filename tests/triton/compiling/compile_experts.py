@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sidestep.kernels.experts import experts_triton, routing_triton
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.ops.routing import Choice, Routed
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
@@ -20,7 +21,7 @@ def launch_experts(*_: object) -> None:
         gate_up = ExpertMatrix(bf16(experts, 2 * inner, hidden))
         down = ExpertMatrix(bf16(experts, hidden, inner))
         bias = f32(experts) if choice.sigmoid else None
-        for rows, gelu in ((1, False), (1, True), (TOKENS, False), (TOKENS, True)):
+        for rows, gelu in ((1, False), (1, True), (256, False), (TOKENS, False), (TOKENS, True)):
             x, weight = bf16(rows, hidden), bf16(experts, hidden)
             routed: Routed = routing_triton.route(x, weight, bias, choice)
             for add in (False, True):
@@ -53,12 +54,14 @@ def launch_gpt_oss() -> None:
         ExpertMatrix(bf16(experts, hidden, inner), biases[1]),
     )
     packed = (
-        ExpertMatrix(
-            u8(experts, 2 * inner, hidden // 2), biases[0], u8(experts, 2 * inner, hidden // 32)
-        ),
-        ExpertMatrix(u8(experts, hidden, inner // 2), None, u8(experts, hidden, inner // 32)),
+        ExpertCodes.of_mxfp4(
+            ExpertMatrix(u8(2 * inner, hidden // 2), bf16(2 * inner), u8(2 * inner, hidden // 32))
+        ).room_for(experts),
+        ExpertCodes.of_mxfp4(
+            ExpertMatrix(u8(hidden, inner // 2), None, u8(hidden, inner // 32))
+        ).room_for(experts),
     )
-    for rows in (1, TOKENS):
+    for rows in (1, 8, 256, TOKENS):
         x = bf16(rows, hidden)
         routed = routing_triton.route(
             x,
@@ -78,10 +81,10 @@ def launch_coded_experts() -> None:
     hidden, inner, experts = 2048, 768, 128
     for form in MAIN_FORMS:
         gate_up, down = (
-            ExpertMatrix.of(coded(form, *size)).room_for(experts)
+            ExpertCodes.of(coded(form, *size)).room_for(experts)
             for size in ((2 * inner, hidden), (hidden, inner))
         )
-        for rows in (1, TOKENS):
+        for rows in (1, 8, 256, TOKENS):
             x = bf16(rows, hidden)
             choice = Choice(8, normalised=True)
             routed = routing_triton.route(x, bf16(experts, hidden), None, choice)

@@ -59,10 +59,14 @@ EXPERTS = {
     "_expert_down",
     "_count_pairs",
     "_place_pairs",
-    "_grouped_gate_up",
-    "_grouped_down",
     "_combine",
+    "_coded_gate_up",
+    "_coded_down",
+    "_coded_sorted_down",
 }
+SORTED_EXPERTS = {90: {"_bulk_gate_up", "_bulk_down"}}
+"""Kernels of sorted pairs by compute capability."""
+OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
 
 
 QUANTIZED = {
@@ -175,7 +179,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "sums": set(MEETINGS),
         "attention": ATTENTION | (FEW if few else set()),
         "products": PRODUCTS[job.capability],
-        "experts": EXPERTS,
+        "experts": EXPERTS | SORTED_EXPERTS.get(job.capability, OTHER_SORTED_EXPERTS),
         "quantized": QUANTIZED | streamed,
         "all-quantized": QUANTIZED | streamed,
         "recurrent": RECURRENT,
@@ -203,8 +207,11 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
                 "_prefill",
                 "_gated_gemm",
                 "_streamed",
-                "_grouped_gate_up",
-                "_grouped_down",
+                "_bulk_gate_up",
+                "_bulk_down",
+                "_coded_gate_up",
+                "_coded_down",
+                "_coded_sorted_down",
                 "_coded",
                 "_scaled_product",
                 "_chunk_systems",

@@ -8,13 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
-from sidestep.kernels.experts.expert_weights_triton import expert_weights
+from sidestep.kernels.experts.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import route
 from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
+from tests.triton.quantized.coded_matrices import guarded_codes
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -91,6 +94,39 @@ def test_any_size(
         assert_close(out, wanted, ulps=16)
 
 
+BULK = {
+    "pairs first": BulkConfigs(64, BulkConfig(16), BulkConfig(64)),
+    "matrices first": BulkConfigs(
+        16, BulkConfig(32, swapped=True), BulkConfig(64, swapped=True, programs=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("configs", BULK.values(), ids=BULK)
+@pytest.mark.parametrize(
+    ("rows", "chosen", "experts", "width", "inner"), [(70, 2, 3, 40, 72), (9, 3, 5, 144, 24)]
+)
+def test_matrices_that_the_copy_engine_loads(
+    rows: int, chosen: int, experts: int, width: int, inner: int, configs: BulkConfigs
+) -> None:
+    """Cover several tiles of a program, and parts of steps and of tiles."""
+    values = Values(rows)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    shapes = (experts, 2 * inner, width), (experts, width, inner)
+    gate_up, down = (
+        ExpertMatrix(
+            guarded(values.normal(*shape, dtype=DTYPE, scale=shape[2] ** -0.5)),
+            guarded(values.normal(*shape[:2], dtype=DTYPE)) if rows == 9 else None,
+        )
+        for shape in shapes
+    )
+    routed, out = routing(values, rows, chosen, experts), guarded(x)
+    routed.ids[:, 0] = experts - 1  # more pairs of one expert than a tile has
+    with unchanged(x=x), PoisonedAllocations():
+        multiply_experts(x, routed, gate_up, down, out, add=True, configs=configs)
+    assert_close(out, exact(x, routed, gate_up, down) + x.double(), ulps=16)
+
+
 def packed(values: Values, *shape: int) -> ExpertMatrix:
     """Return random matrices of MXFP4 with all codes, whose scales are around 1 / 8."""
     *outer, columns = shape
@@ -99,6 +135,18 @@ def packed(values: Values, *shape: int) -> ExpertMatrix:
     return ExpertMatrix(
         codes.view(*outer, columns // 2).to(DEVICE),
         scales=scales.view(*outer, columns // BLOCK).to(DEVICE),
+    )
+
+
+def codes_of(matrix: ExpertMatrix) -> ExpertCodes:
+    """Return matrices of MXFP4 as the kernels read them."""
+    parts = zip(*(part for part in matrix if part is not None), strict=True)
+    biased = matrix.bias is not None
+    return guarded_codes(
+        [
+            ExpertCodes.of_mxfp4(ExpertMatrix(part[0], part[1] if biased else None, part[-1]))
+            for part in parts
+        ]
     )
 
 
@@ -126,8 +174,13 @@ def test_experts_of_gpt_oss(
             down = down._replace(bias=guarded(values.normal(*shapes[1][:2], dtype=dtype)))
         routed, out = routing(values, rows, chosen, experts), guarded(x)
         clamped = 1.702, 1.5
+        given: list[ExpertMatrix | ExpertCodes] = [gate_up, down]
+        if is_packed:
+            given = [codes_of(gate_up), codes_of(down)]
         with unchanged(x=x), PoisonedAllocations():
-            multiply_experts(x, routed, gate_up, down, out, add=False, clamped=clamped, few=few)
+            multiply_experts(
+                x, routed, given[0], given[1], out, add=False, clamped=clamped, few=few
+            )
         # The unit is that of the largest number, as in sums of products of all sizes.
         wanted = exact(x, routed, gate_up, down, clamped=clamped)
         scale = max(1.0, float(wanted.abs().max()))
@@ -135,24 +188,22 @@ def test_experts_of_gpt_oss(
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # Triton's language has no Python types
-def _store_weights(  # type: ignore[no-untyped-def]  # Triton 3.6 takes no names but its own
-    values, scales, out, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr
-):
-    rows = tl.arange(0, N)[:, None]
-    for at in range(0, K, STEP):
-        columns = at + tl.arange(0, STEP)[None, :]
-        tile = expert_weights(values, scales, rows, None, at, K, STEP, None)
-        tl.store(out + rows * K + columns, tile, mask=columns < K)
+def _store_numbers(words, scales, out, N: tl.constexpr):  # type: ignore[no-untyped-def]  # as above
+    rows, columns = tl.arange(0, N), tl.arange(0, 128)
+    tile = tl.load(words + rows[:, None] * 16 + tl.arange(0, 16)[None, :])
+    numbers = mxfp4_numbers(tile, tl.load(scales + rows), tl.float32, N, 128, False)
+    tl.store(out + rows[:, None] * 128 + columns[None, :], numbers)
 
 
 def test_all_numbers_of_mxfp4_are_exact() -> None:
-    """Cover every code with every scale but 255, which stands for no number."""
+    """Cover every code with every scale up to 2^64; larger ones count as that."""
     half = torch.arange(16, dtype=torch.uint8)
-    codes = (half | (15 - half) << 4).tile(16, 17).to(DEVICE)
-    scales = torch.arange(16 * 17).clamp(max=254).to(torch.uint8).view(16, 17).to(DEVICE)
-    out = torch.zeros(16, 17 * BLOCK, device=DEVICE)
-    _store_weights[(1,)](codes, scales, out, 16, 17 * BLOCK, 64)
-    assert torch.equal(out, decode_mxfp4(codes, scales))
+    codes = (half | (15 - half) << 4).tile(64, 4).to(DEVICE)
+    scales = torch.arange(64 * 4).to(torch.uint8).view(64, 4).to(DEVICE)
+    packed = ExpertCodes.of_mxfp4(ExpertMatrix(codes, None, scales))
+    out = torch.zeros(64, 128, device=DEVICE)
+    _store_numbers[(1,)](packed.words, packed.scales, out, 64)
+    assert torch.equal(out, decode_mxfp4(codes, scales.clamp(max=127 + 64)))
 
 
 @pytest.mark.parametrize("few", [True, False])
@@ -227,7 +278,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_number(in_tile: int) -> None:
     ids = int32([values.different(3, 11) for _ in range(700)])
     ids[ids == 4] = 5  # an expert without pairs
     with PoisonedAllocations():
-        order, experts = sort_pairs(ids, 11, in_tile)
+        order, experts, used = sort_pairs(ids, 11, in_tile)
     found = order.view(len(experts), -1).tolist()
     flat = ids.flatten().tolist()
     got = {
@@ -242,6 +293,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_number(in_tile: int) -> None:
         assert pairs == real + [len(flat)] * (len(pairs) - len(real))
         assert len(pairs) - len(real) < in_tile
     assert experts.tolist() == sorted(experts.tolist())
+    assert used.tolist() == [sum(expert < 11 for expert in experts.tolist())]
 
 
 def test_few_pairs_read_no_more_matrices_than_there_are() -> None:

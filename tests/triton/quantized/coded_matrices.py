@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
-from tests.triton.support import DEVICE
+from tests.triton.support import DEVICE, guarded
 
 WHOLE = 1 << 30
 """Columns of a group that has all of them."""
@@ -94,3 +95,13 @@ def matrix_of(
         zeros=None if zeros is None else zeros.to(DEVICE),
         minimums=None if minimums is None else minimums.to(DEVICE),
     )
+
+
+def guarded_codes(parts: list[ExpertCodes]) -> ExpertCodes:
+    """Return experts' matrices as one, between poisoned margins."""
+    room = parts[0].room_for(len(parts))
+    for index, part in enumerate(parts):
+        room.put(index, part)
+    words, bias, scales, coding = room
+    bias = None if bias is None else guarded(bias)
+    return ExpertCodes(guarded(words), bias, guarded(scales), coding)

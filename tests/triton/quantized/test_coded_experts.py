@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import multiply_experts
 from sidestep.kernels.ops.routing import Routed
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
-from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
+from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -30,19 +30,15 @@ FORMS = [
     Form("int8", WHOLE),
     Form("int4", 128),
     Form("int4", 32, zeros=True),
+    Form("int4", WHOLE, zeros=True),
 ]
 EXPERTS = 3
 
 
-def experts_of(form: Form, rows: int, columns: int) -> tuple[list[CodedMatrix], ExpertMatrix]:
+def experts_of(form: Form, rows: int, columns: int) -> tuple[list[CodedMatrix], ExpertCodes]:
     """Return matrices, each by itself and all as the kernels read them."""
     given = [matrix_of(form, rows, columns, DTYPE, seed) for seed in range(EXPERTS)]
-    parts = [ExpertMatrix.of(matrix) for matrix in given]
-    room = parts[0].room_for(EXPERTS)
-    for index, part in enumerate(parts):
-        room.put(index, part)
-    assert room.scales is not None
-    return given, ExpertMatrix(guarded(room.values), None, guarded(room.scales))
+    return given, guarded_codes([ExpertCodes.of(matrix) for matrix in given])
 
 
 def exact(x: Tensor, routed: Routed, gate_up: list[CodedMatrix], down: list[CodedMatrix]) -> Tensor:
@@ -57,9 +53,10 @@ def exact(x: Tensor, routed: Routed, gate_up: list[CodedMatrix], down: list[Code
 
 
 @pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_experts(form: Form, few: bool) -> None:
-    rows, width, inner = 2, 272, 136
+def test_experts(form: Form, rows: int, few: bool) -> None:
+    width, inner = 272, 136
     values = Values(rows)
     x = guarded(values.normal(rows, width, dtype=DTYPE))
     gate_up, all_gate_up = experts_of(form, 2 * inner, width)
@@ -67,42 +64,31 @@ def test_experts(form: Form, few: bool) -> None:
     ids = int32([values.different(2, EXPERTS) for _ in range(rows)])
     routed = Routed(ids, values.normal(rows, 2, dtype=torch.float32))
     out = guarded(torch.zeros(rows, width, dtype=DTYPE, device=DEVICE))
-    with (
-        unchanged(
-            x=x,
-            gate_up=all_gate_up.values.view(torch.uint8),
-            down=all_down.values.view(torch.uint8),
-        ),
-        PoisonedAllocations(),
-    ):
+    with unchanged(x=x, gate_up=all_gate_up.words, down=all_down.words), PoisonedAllocations():
         multiply_experts(x, routed, all_gate_up, all_down, out, add=True, few=few)
     assert_close(out, exact(x, routed, gate_up, down), ulps=16)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_matrix_is_decoded_as_it_was(form: Form) -> None:
-    given, whole = experts_of(form, 272, 136)
-    found = whole.decoded(torch.float32).values
-    assert torch.equal(found, torch.stack([one.decoded(torch.float32) for one in given]))
-
-
-def test_a_code_that_is_nan_stays_in_its_expert() -> None:
+def test_a_code_that_is_nan_stays_in_its_block() -> None:
     gate_up, all_gate_up = experts_of(FORMS[0], 256, 256)
-    down, all_down = experts_of(FORMS[0], 256, 128)
-    all_down.values.view(torch.uint8)[1, 7, 5] = 0xFF
+    down, _ = experts_of(FORMS[0], 256, 128)
+    broken = down[1].codes.view(torch.uint8).clone()
+    broken[7, 5] = 0xFF
+    parts = [down[0], replace(down[1], codes=broken.view(torch.float8_e4m3fn)), down[2]]
+    all_down = guarded_codes([ExpertCodes.of(part) for part in parts])
     x = Values(0).normal(2, 256, dtype=DTYPE)
     routed = Routed(int32([[0], [1]]), torch.ones(2, 1, device=DEVICE))
     expected = exact(x, routed, gate_up, down)
     for few in (True, False):
         out = torch.zeros_like(x)
         multiply_experts(x, routed, all_gate_up, all_down, out, add=False, few=few)
-        assert out.isnan().nonzero().tolist() == [[1, 7]]
+        assert out.isnan().nonzero().tolist() == [[1, column] for column in range(128)]
         assert_close(out[0], expected[0], ulps=16)
 
 
 def test_forms_that_no_kernel_reads_are_refused() -> None:
     matrix = matrix_of(Form("int4", 32, minimums=True), 8, 64, DTYPE)
     with pytest.raises(ValueError, match="with minimums is not supported for experts"):
-        ExpertMatrix.of(matrix)
+        ExpertCodes.of(matrix)
     with pytest.raises(ValueError, match="nf4 .* is not supported for experts"):
-        ExpertMatrix.of(replace(matrix, kind="nf4", minimums=None))
+        ExpertCodes.of(replace(matrix, kind="nf4", minimums=None))

@@ -1,0 +1,121 @@
+"""Matrices of experts in codes as a GPU's kernels read them: repacked once, when they are loaded.
+
+Words of codes are those of kernels/quantized/device_matrix.py. The scales of MXFP4 stay bytes, the
+four of a step of 128 columns in one word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix
+from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix, Codes
+from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix, with_simple_groups
+
+_IN_STEP = STEP // BLOCK
+"""Scales of MXFP4 in a step."""
+_ONE, _LARGEST = 127, 191
+"""Bytes of the scales 1 and 2^64. Larger ones count as 2^64, so that kernels may divide by it."""
+
+
+class Coding(NamedTuple):
+    """Form of a coded matrix, a constant of the kernels."""
+
+    kind: Codes | Literal["mxfp4"]
+    height: int
+    """Rows that share a scale."""
+    width: int
+    """Columns that share a scale, 128 for a step's word of scales; 0 where a row has one scale."""
+    zeros: bool
+    """Whether scales have zeros in their lowest four bits."""
+
+
+class ExpertCodes(NamedTuple):
+    """A coded matrix [N, K] of an expert; or of all experts, with their dimension first."""
+
+    words: Tensor
+    """int32 [N, K filled up to whole steps / numbers in a word]."""
+    bias: Tensor | None
+    """[N]"""
+    scales: Tensor
+    """float32 [K / width, N / height]. MXFP4 has int32 [K / 128, N], of four bytes each."""
+    coding: Coding
+
+    @property
+    def num_rows(self) -> int:
+        """The number of outputs."""
+        return self.words.shape[-2]
+
+    @property
+    def num_experts(self) -> int:
+        """The number of matrices of a stack."""
+        return len(self.words)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self[:3] if part is not None)
+
+    @classmethod
+    def of(cls, matrix: CodedMatrix, bias: Tensor | None = None) -> ExpertCodes:
+        """Return an expert's coded matrix. Raises ValueError for codes that no kernel reads."""
+        if matrix.kind not in ("fp8", "int8", "int4") or matrix.minimums is not None:
+            form = matrix.described + (" with minimums" if matrix.minimums is not None else "")
+            raise ValueError(f"{form} is not supported for experts")
+        matrix = with_simple_groups(matrix)
+        rows, _ = matrix.shape
+        height = min(matrix.group[0], rows)
+        if rows % height:
+            matrix, height = matrix.with_row_scales(), 1
+        if matrix.kind == "int4" and matrix.zeros is None:
+            filled = torch.full_like(matrix.scales, MIDDLE, dtype=torch.uint8)
+            matrix = replace(matrix, zeros=filled)
+        found = DeviceMatrix.of(matrix)
+        scales = found.scales
+        if scales.shape[1] != rows // height:
+            # A code that is NaN made scales of rows, where all of a stack have one form. So all
+            # rows that share its scale become NaN.
+            parts = scales.unflatten(1, (-1, height))
+            scales = parts[..., 0] + 0 * parts.sum(-1)
+        coding = Coding(matrix.kind, height, found.group[1], found.zeros)
+        return cls(found.words, bias, scales, coding)
+
+    @classmethod
+    def of_mxfp4(cls, matrix: ExpertMatrix) -> ExpertCodes:
+        """Return an expert's matrix of MXFP4, from bytes as they are stored."""
+        assert matrix.scales is not None
+        rows, groups = matrix.scales.shape
+        no_scales = torch.zeros(1, 1, device=matrix.values.device)
+        codes = CodedMatrix(
+            kind="fp4",
+            codes=matrix.values,
+            scales=no_scales,
+            group=(rows, groups * BLOCK),
+            dtype=torch.bfloat16,
+        )
+        bounded = matrix.scales.clamp(max=_LARGEST)
+        filled = torch.nn.functional.pad(bounded, (0, -groups % _IN_STEP), value=_ONE)
+        scales = filled.contiguous().view(torch.int32).t().contiguous()
+        coding = Coding("mxfp4", 1, STEP, zeros=False)
+        return cls(DeviceMatrix.of(codes).words, matrix.bias, scales, coding)
+
+    def room_for(self, count: int) -> ExpertCodes:
+        """Return memory for as many matrices like this one."""
+
+        def room(part: Tensor) -> Tensor:
+            return part.new_empty(count, *part.shape)
+
+        bias = None if self.bias is None else room(self.bias)
+        return ExpertCodes(room(self.words), bias, room(self.scales), self.coding)
+
+    def put(self, index: int, matrix: tuple[object, ...]) -> None:
+        """Write one expert's matrix into that of all experts."""
+        *parts, coding = matrix
+        assert coding == self.coding, f"{coding} among {self.coding}"
+        for whole, part in zip(self[:3], parts, strict=True):
+            if whole is not None and isinstance(part, Tensor):
+                whole[index] = part
