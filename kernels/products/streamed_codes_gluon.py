@@ -33,7 +33,7 @@ from sidestep.kernels.products.streamed_linear_gluon import (
     _sum_of,
     _tiles,
 )
-from sidestep.kernels.quantized.decoding_gluon import decoded, layouts
+from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
@@ -171,8 +171,6 @@ def _streamed_codes(
     ADD: gl.constexpr,
     NEXT: gl.constexpr,
     GATED: gl.constexpr,
-    CODES: gl.constexpr,
-    SIXTEEN: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -182,6 +180,8 @@ def _streamed_codes(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
+    CODES: gl.constexpr = words_layout(BN, num_warps, WORDS)
+    SIXTEEN: gl.constexpr = words_layout(BN, num_warps, WORDS // 2)
     PIECE: gl.constexpr = BK // 2
     GROUPED: gl.constexpr = GROUP != 0
     TABLES: gl.constexpr = BK // 128
@@ -452,7 +452,6 @@ def launch(
             triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
         ),
         *flags,
-        *layouts(c.block_n, 4, words),
         num_warps=4,
         **pdl(x),
     )

@@ -28,7 +28,7 @@ from sidestep.kernels.launch import pdl
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_config import WideConfig
 from sidestep.kernels.products.streamed_linear_gluon import _barrier, _bulk_load, _sum_of, _tiles
-from sidestep.kernels.quantized.decoding_gluon import decoded, layouts, pairs_of
+from sidestep.kernels.quantized.decoding_gluon import decoded, pairs_of, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
@@ -116,8 +116,6 @@ def _wide_codes(
     UNROLL: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
-    CODES: gl.constexpr,
-    HALF: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -126,6 +124,8 @@ def _wide_codes(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
+    CODES: gl.constexpr = words_layout(BN, num_warps, WORDS * 128 // STEP)
+    HALF: gl.constexpr = words_layout(BN, num_warps, WORDS * 64 // STEP)
     OWN: gl.constexpr = gl.SliceLayout(1, HALF)
     GROUPED: gl.constexpr = GROUP != 0
     PARTS: gl.constexpr = STEP // 128
@@ -295,7 +295,6 @@ def launch(
         c.unroll,
         bias is not None,
         add,
-        *layouts(c.block_n, c.num_warps, STEP // matrix.in_word),
         num_warps=c.num_warps,
         **pdl(x),
     )

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.quantized.decoding_gluon import decoded, layouts
+from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
@@ -35,10 +35,10 @@ def _decode_words(
     BN: gl.constexpr,
     STEP: gl.constexpr,
     WORDS: gl.constexpr,
-    CODES: gl.constexpr,
     PDL: gl.constexpr,
 ):
     dtype: gl.constexpr = out.dtype.element_ty
+    CODES: gl.constexpr = words_layout(BN, 4, WORDS)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
@@ -87,7 +87,6 @@ def decode_words(matrix: DeviceMatrix) -> Tensor:
         _ROWS,
         STEP,
         words,
-        layouts(_ROWS, 4, words)[0],
         num_warps=4,
         **pdl(out),
     )

@@ -173,27 +173,23 @@ def decoded(
     return v.reshape(N, COLUMNS)
 
 
-def layouts(block_n: int, warps: int, words: int) -> tuple[object, object]:
-    """Return the layouts in which threads have the words of a tile, and of half its columns.
+@gluon.constexpr_function
+def words_layout(block_n: int, warps: int, words: int) -> gl.DistributedLinearLayout:
+    """Return the layout in which threads have the words [block_n, words] of a tile.
 
     A thread has the words of which it can make its part of the tensor cores' first operand: those
-    of columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, of rows that are 8 apart.
+    of columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of each 16, of rows that are 8 apart. A piece of
+    columns has 16 words; 8 words are those of the first or second half of a piece.
     """
-    rows = [[8, 0]] + [
-        [16 * warps << i, 0] for i in range((block_n // (16 * warps)).bit_length() - 1)
-    ]
+    rows = [[8, 0]]
+    for i in range((block_n // (16 * warps)).bit_length() - 1):
+        rows.append([16 * warps << i, 0])
     lanes = [[1, 0], [2, 0], [4, 0]]
     turns = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
-    whole = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], *rows, *([[0, 16]] if words == 32 else [])],
-        [[0, 4], [0, 8], *lanes], turns, [], [block_n, words],
-    )  # fmt: skip
-    if words == 32:
-        half = gl.DistributedLinearLayout(
-            [[0, 1], [0, 2], *rows], [[0, 4], [0, 8], *lanes], turns, [], [block_n, 16]
-        )
+    if words == 8:
+        own, threads = [[0, 1], *rows], [[0, 2], [0, 4], *lanes]
     else:
-        half = gl.DistributedLinearLayout(
-            [[0, 1], *rows], [[0, 2], [0, 4], *lanes], turns, [], [block_n, 8]
-        )
-    return whole, half
+        own, threads = [[0, 1], [0, 2], *rows], [[0, 4], [0, 8], *lanes]
+    if words == 32:
+        own.append([0, 16])
+    return gl.DistributedLinearLayout(own, threads, turns, [], [block_n, words])
