@@ -132,7 +132,7 @@ def decoded(
     """
     BRAIN: gl.constexpr = dtype == gl.bfloat16
     SCALED: gl.constexpr = scale is not None
-    # Of each piece, thread t of four has WORDS words, and word c has 16 or 32 columns.
+    # Thread t of four has WORDS words of each piece, and word c has 16 or 32 columns.
     IN_WORD: gl.constexpr = 8 if KIND == "int4" else 4
     WORDS: gl.constexpr = 4 if COLUMNS % (16 * IN_WORD) == 0 else 2
     PIECES: gl.constexpr = COLUMNS // (4 * WORDS * IN_WORD)
