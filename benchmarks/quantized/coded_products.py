@@ -36,16 +36,19 @@ from benchmarks.kernels.gpu_timing import (
     repeated,
 )
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.ops.silu_mul import computed, silu_mul
 from sidestep.kernels.products.coded_linear import (
     MAX_ROWS,
     choose,
     coded_gated_linear,
     coded_linear,
+    streams,
+    wide_config,
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.linear import gated_linear, linear
 from sidestep.kernels.products.own_linear import own_linear
-from sidestep.kernels.products.streamed_config import StreamedConfig
+from sidestep.kernels.products.streamed_config import StreamedConfig, WideConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, Rounded, pack_halves
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
@@ -77,29 +80,29 @@ SHAPES = {
 """Outputs (of each half, if gated), inputs, and whether the product is gated."""
 
 
-def random_matrix(form: str, rows: int, columns: int) -> CodedMatrix:
+def random_matrix(form: str, rows: int, columns: int, device: torch.device = DEVICE) -> CodedMatrix:
     """Return a matrix whose products with normal numbers are about 1 in size."""
     kind, (height, width), zeros, minimums, activations = FORMS[form]
     height, width = min(height, rows), min(width, columns)
     if kind == "fp8":
-        codes = torch.randn(rows, columns, device=DEVICE, dtype=DTYPE).to(torch.float8_e4m3fn)
+        codes = torch.randn(rows, columns, device=device, dtype=DTYPE).to(torch.float8_e4m3fn)
         size = 1.0
     elif kind == "int8":
-        codes = torch.randint(-127, 128, (rows, columns), device=DEVICE, dtype=torch.int8)
+        codes = torch.randint(-127, 128, (rows, columns), device=device, dtype=torch.int8)
         size = 74.0
     else:
-        halves = torch.randint(0, 16, (rows, columns), device=DEVICE, dtype=torch.uint8)
+        halves = torch.randint(0, 16, (rows, columns), device=device, dtype=torch.uint8)
         codes, size = pack_halves(halves), {"int4": 5.0, "fp4": 3.0, "nf4": 0.5}[kind]
     groups = -(-rows // height), -(-columns // width)
-    scales = (0.5 + torch.rand(groups, device=DEVICE)) / (size * columns**0.5)
-    small = torch.rand(groups, device=DEVICE) / columns**0.5
+    scales = (0.5 + torch.rand(groups, device=device)) / (size * columns**0.5)
+    small = torch.rand(groups, device=device) / columns**0.5
     return CodedMatrix(
         kind=kind,
         codes=codes,
         scales=scales.half().float(),
         group=(height, width),
         dtype=DTYPE,
-        zeros=torch.randint(0, 16, groups, device=DEVICE, dtype=torch.uint8) if zeros else None,
+        zeros=torch.randint(0, 16, groups, device=device, dtype=torch.uint8) if zeros else None,
         minimums=small if minimums else None,
         activations=activations,
     )
@@ -138,9 +141,11 @@ class Case:
 
     def product(self, x: Tensor, matrix: DeviceMatrix, config: Config | None) -> Tensor:
         """Return the product, by the engine's choice if no configuration is given."""
+        if isinstance(config, WideConfig):
+            return wide_product(x, matrix, config, self.gated)
         if config is not None:
             return own_linear(x, matrix, gated=self.gated, config=config)
-        return (coded_gated_linear if self.gated else coded_linear)(x, matrix, None)
+        return computed((coded_gated_linear if self.gated else coded_linear)(x, matrix, None))
 
     def took(self, x: Tensor, config: Config | None = None) -> float:
         """Return the time in microseconds, or infinity where a configuration does not fit."""
@@ -173,13 +178,37 @@ class Case:
         return attempt(lambda: microseconds(repeated(calls, 20)))
 
 
-Config = CodedConfig | StreamedConfig
+Config = CodedConfig | StreamedConfig | WideConfig
+
+
+def wide_product(x: Tensor, matrix: DeviceMatrix, config: WideConfig, gated: bool) -> Tensor:
+    """Return the product by the kernel for Hopper and many rows."""
+    from sidestep.kernels.products.wide_codes_gluon import launch
+
+    out = x.new_full((len(x), matrix.shape[0]), math.nan)
+    launch(x, matrix, None, out, False, config)
+    return silu_mul(out) if gated else out
+
+
+WIDE = (
+    WideConfig(128, 128, 2, num_warps=4),
+    WideConfig(128, 128, 2, step=256),
+    WideConfig(128, 256, 3),
+    WideConfig(256, 128, 2, step=256, unroll=1),
+    WideConfig(256, 64, 3, step=256, unroll=1),
+)
 
 
 def configs(chosen: Config, rows: int, outputs: int) -> Iterator[Config]:
     """Return configurations of the chosen kernel."""
     # Only small matrices have too few tiles for all processors.
     splits = (1, 2, 4, 8) if rows <= MAX_ROWS and outputs <= 1 << 14 else (1,)
+    if isinstance(chosen, WideConfig):
+        for split in (1, 2, 3, 4):
+            if split == 1 or -(-outputs // 128) * -(-rows // 256) * split <= 132:
+                for given in WIDE:
+                    yield replace(given, split=split)
+        return
     if isinstance(chosen, StreamedConfig):
         for split, stages in itertools.product(splits, (4, 6, 8, 10, 12, 16)):
             yield StreamedConfig(chosen.block_k, stages, split)
@@ -217,7 +246,10 @@ def main() -> None:
                 f"{plain / took:.2f}, {error:.1e}"
             )
             if options.tune:
-                chosen = choose(rows, case.matrices[0], case.gated)
+                first = case.matrices[0]
+                chosen: Config = choose(rows, first, case.gated)
+                if rows > MAX_ROWS and first.in_word == 8 and streams(first):
+                    chosen = wide_config(rows, first)
                 tried = list(configs(chosen, rows, SHAPES[shape][0]))
                 with CompilerThreads(os.cpu_count() or 1) as threads, compiling_only(threads):
                     for c in tried:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
@@ -32,13 +33,13 @@ class CodedGpuMatrix:
 
         return coded_linear(x, self._matrix, self._bias, out)
 
-    def gated(self, x: Tensor | Stream) -> Tensor:
-        """Return silu(gate) * up of the halves of the product."""
+    def gated(self, x: Tensor | Stream) -> Tensor | GateAndUp:
+        """Return silu(gate) * up of the halves of the product, or the halves."""
         from sidestep.kernels.products.coded_linear import coded_gated_linear
 
         return coded_gated_linear(x, self._matrix, self._bias)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None) -> Begun | None:
         """Add the product to residual, in place."""
         from sidestep.kernels.products.coded_linear import add_coded_linear
 

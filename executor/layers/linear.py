@@ -15,7 +15,8 @@ from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import GateAndUp, computed
 
 
 class Linear:
@@ -40,13 +41,21 @@ class Linear:
 
         The first half of the matrix's rows belongs to the gate.
         """
+        return computed(self.inner(x, activation))
+
+    def inner(
+        self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu"
+    ) -> Tensor | GateAndUp:
+        """Return the result of `gated`, or the halves where the next product computes it."""
         if isinstance(activation, ClampedSwiglu):
             return clamped_swiglu(self(x), activation.alpha, activation.limit)
         if activation == "gelu_tanh":
             return gelu_mul(self(x))
         return self._product.gated(x)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+    def add_to(
+        self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None = None
+    ) -> Begun | None:
         """Add x W^T + b to residual, in place.
 
         norm: the norm that the sum goes through next. Returns the part of it that was computed on
@@ -87,7 +96,7 @@ class RankPart(Protocol):
     def value(self, out: Tensor | None = None) -> Tensor:
         """Return the part [T, out]. out: memory for it, on a GPU only."""
 
-    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> Begun | None:
         """Add the part to residual, in place. norm, result: see Linear.add_to."""
 
 
@@ -95,13 +104,13 @@ class LinearPart(NamedTuple):
     """A product, as a rank's part."""
 
     linear: Linear
-    x: Tensor
+    x: Tensor | GateAndUp
 
     def value(self, out: Tensor | None = None) -> Tensor:
         """Return the product."""
-        return self.linear(self.x, out)
+        return self.linear(computed(self.x), out)
 
-    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> Begun | None:
         """Add the product to residual, in place."""
         return self.linear.add_to(residual, self.x, norm)
 
@@ -166,7 +175,7 @@ class RowParallelLinear:
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._sum = SumOverRanks(parallel, buffer, after)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm) -> Stream:
+    def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm) -> Stream:
         """Return residual + x W^T + b, on its way through `norm`.
 
         x [T, in / size]; residual [T, out], the same on all ranks, may be written over.

@@ -13,8 +13,8 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.gpu import on_gpu
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
-from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack, widened
 
@@ -29,10 +29,10 @@ class MatrixProduct(Protocol):
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product [T, N]. out: memory for it, on a GPU only."""
 
-    def gated(self, x: Tensor | Stream) -> Tensor:
+    def gated(self, x: Tensor | Stream) -> Tensor | GateAndUp:
         """Return silu(gate) * up of the halves of the product."""
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None) -> Begun | None:
         """Add the product to residual, in place."""
 
 
@@ -88,10 +88,10 @@ class GpuMatrix:
         """Return silu(gate) * up of the halves of the product."""
         return gated_linear(x, self._weight, self._bias)
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None) -> Begun | None:
         """Add the product to residual, in place."""
         begun = norm if norm is not None and norm.may_begin else None
-        return add_linear(residual, x, self._weight, self._bias, begun)
+        return add_linear(residual, computed(x), self._weight, self._bias, begun)
 
 
 class CpuMatrix:
@@ -116,7 +116,7 @@ class CpuMatrix:
         """Return silu(gate) * up of the halves of the product."""
         return silu_mul(self(x))
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: RmsNorm | None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None) -> Begun | None:
         """Add the product to residual, in place."""
-        residual += self(x)
+        residual += self(computed(x))
         return None

@@ -49,5 +49,5 @@ class Mlp:
 
     def __call__(self, stream: Stream) -> Stream:
         """Return the stream with the MLP added."""
-        gated = self._gate_up.gated(stream, self._activation)
-        return self._down.add_to(stream.hidden, gated, self._following)
+        inner = self._gate_up.inner(stream, self._activation)
+        return self._down.add_to(stream.hidden, inner, self._following)

@@ -100,6 +100,19 @@ class BegunNorm(NamedTuple):
     """
 
 
+class QuantizedRows(NamedTuple):
+    """Rows in 8 bits, as kernels/quantized/quantize_rows_triton.py makes them."""
+
+    codes: Tensor
+    """float8_e4m3fn or int8 [T, K filled up with zeros]."""
+    scales: Tensor
+    """float32 [T, G]: G is 1, or K / 128, rounded up."""
+
+
+Begun = BegunNorm | QuantizedRows
+"""The product before a norm may compute a part of it, or all of it, rounded to 8 bits."""
+
+
 class Stream(NamedTuple):
     """Residual stream between two products, on its way through a norm."""
 
@@ -107,8 +120,8 @@ class Stream(NamedTuple):
     """[T, D]: the stream before the norm."""
     norm: RmsNorm
     """The next norm."""
-    begun: BegunNorm | None = None
-    """Part of the norm that is computed already; its use is optional."""
+    begun: Begun | None = None
+    """Part of the norm that is computed already, or its rounded result; its use is optional."""
     done: Tensor | None = None
     """[T, D]: the result of the norm, where it is computed already."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,22 @@ from sidestep.kernels.gpu import on_gpu
 _SERIAL = 1 << 15
 """Number of elements up to which torch uses a single thread, and which each thread gets at least.
 """
+
+
+class GateAndUp(NamedTuple):
+    """A gated activation that is still to be computed: silu(gate) * up."""
+
+    both: Tensor
+    """[T, 2 F], contiguous, with the gate first."""
+
+    def computed(self) -> Tensor:
+        """Return the activation, [T, F]."""
+        return silu_mul(self.both)
+
+
+def computed(x: Tensor | GateAndUp) -> Tensor:
+    """Return an activation; return a tensor as it is."""
+    return x.computed() if isinstance(x, GateAndUp) else x
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

@@ -7,20 +7,24 @@ that share it follow from W's size alone, and the next norm is always begun.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
-from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
+from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
-from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, padded
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS
+from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, WideConfig, padded
+from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
-from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
+from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
 from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 
@@ -35,9 +39,26 @@ _LEAST_ROWS = 16
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
 _MOST_SPLIT = 8
-_SHARE, _MOST_STAGES = 110 << 10, 10
-"""Shared memory of a program on Hopper, so that two share a processor, and the tiles in its ring.
-Codes of 4 bits take longer to decode than to load, so twice as many programs share a processor."""
+_SHARE, _MOST_STAGES = 55 << 10, 10
+"""Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
+and the tiles in its ring."""
+_LEAST_STEPS = {256: 3, 128: 7}
+"""Columns of a step, of codes of 4 and 8 bits -> the least number of steps of a program, where
+several share a tile."""
+
+
+_WIDE = (
+    # More programs than one have room on a processor if they have four warps.
+    (WideConfig(128, 128, 2, num_warps=4), 2, 1.5, 3.0),
+    (WideConfig(128, 128, 2, step=256), 1, 0.82, 3.0),
+    (WideConfig(128, 256, 3), 1, 1.38, 6.0),
+)
+"""Tiles of many rows, the programs of a processor, and microseconds: of steps of 128 columns of all
+of these programs, and of a program's beginning and end."""
+_WIDE_RING = 200 << 10
+"""Shared memory for the rings of a processor."""
+_MOST_SHARING, _SHARING_US = 4, 5.0
+"""Programs that share a tile of these at most, and the time that they need for it."""
 
 
 def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | StreamedConfig:
@@ -50,7 +71,7 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
         return CodedConfig(_BLOCK_N, 32 if gated else 64, num_stages=2)
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
     processors = num_processors(matrix.device)
-    if _streams(matrix):
+    if streams(matrix):
         return _streamed_config(tokens, matrix, gated, outputs, processors)
     split = split_of(outputs, inputs, 2 * processors)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
@@ -73,16 +94,42 @@ def _streamed_config(
     would fit than there should be: those of a kernel that is launched early would all crowd on the
     processors that the kernel before leaves free.
     """
-    inputs, share = matrix.shape[1], _SHARE if matrix.in_word < 8 else _SHARE // 2
-    turns = 2 if matrix.in_word < 8 else 4
-    split = split_of(outputs, inputs, turns * processors)
-    rows, code_bytes = padded(tokens), STEP * 4 // matrix.in_word
-    stage = _BLOCK_N * (1 + gated) * code_bytes + rows * STEP * matrix.dtype.itemsize
-    room = share - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
-    return StreamedConfig(STEP, max(3, min(_MOST_STAGES, room // stage)), split)
+    inputs, width = matrix.shape[1], 32 * matrix.in_word
+    split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, _LEAST_STEPS[width])
+    stage = _BLOCK_N * (1 + gated) * 128 + padded(tokens) * width * matrix.dtype.itemsize
+    room = _SHARE * (1 + gated) - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
+    return StreamedConfig(width, max(2, min(_MOST_STAGES, room // stage)), split)
 
 
-def _streams(matrix: DeviceMatrix) -> bool:
+def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
+    """Return the configuration of the kernel for Hopper and more than MAX_ROWS rows.
+
+    It is the one with the least time by a rule: each turn of all processors takes a program's
+    steps.
+    """
+    (outputs, inputs), processors = matrix.shape, num_processors(matrix.device)
+    steps, best, least = -(-inputs // STEP), None, 0.0
+    for given, each, step_us, ends_us in _WIDE:
+        tiles = -(-outputs // given.block_n) * -(-tokens // given.rows)
+        sums = given.block_n * given.rows
+        for split in range(1, _MOST_SHARING + 1):
+            programs = tiles * split
+            if split > 1 and (programs > processors or programs * sums > MOST_PARTIALS):
+                break
+            turns = -(-programs // (processors * each))
+            took = turns * -(-steps // split) * step_us + ends_us + _SHARING_US * (split > 1)
+            if best is None or took < least:
+                best, least = (replace(given, split=split), each), took
+    assert best is not None
+    config, each = best
+    if matrix.in_word == 8:
+        return config
+    # Codes of 8 bits take twice the memory.
+    tile = config.block_n * STEP + config.rows * STEP * 2
+    return replace(config, step=STEP, stages=_WIDE_RING // each // tile)
+
+
+def streams(matrix: DeviceMatrix) -> bool:
     """Return whether the kernel for Hopper takes the matrix: it scales rows, or whole tiles."""
     simple = matrix.minimums is None and matrix.group[1] % STEP == 0
     aligned = matrix.shape[1] % ALIGNED == 0 and matrix.dtype != torch.float32
@@ -93,37 +140,56 @@ def scale_bytes(inputs: int, split: int, matrix: DeviceMatrix) -> int:
     """Return the bytes of scales that a program of the kernel for Hopper keeps of a row of W."""
     if matrix.group[1] == 0:
         return 0
-    steps = -(-inputs // (STEP * split))
+    width = 32 * matrix.in_word
+    steps = -(-inputs // (width * split)) * (width // STEP)
     return 4 * (1 << (steps - 1).bit_length())
 
 
-def split_of(outputs: int, inputs: int, programs: int) -> int:
+def split_of(outputs: int, inputs: int, programs: int, width: int = STEP, least: int = 2) -> int:
     """Return the number of programs that share a tile of W, each with some of the columns.
 
-    programs: the most that there should be in all.
+    programs: the most that there should be in all. width: columns of a step. least: the fewest
+    steps of a program.
     """
-    tiles, steps = -(-outputs // _BLOCK_N), -(-inputs // STEP)
+    tiles, steps = -(-outputs // _BLOCK_N), -(-inputs // width)
     split = 1
-    while split < _MOST_SPLIT and 2 * split * tiles <= programs and 4 * split <= steps:
+    while split < _MOST_SPLIT and 2 * split * tiles <= programs and 2 * least * split <= steps:
         if (2 * split - 1) * -(-steps // (2 * split)) >= steps:
             break  # the last one would have none
         split *= 2
     return split
 
 
-def _rounded(x: Tensor | Stream, matrix: DeviceMatrix) -> QuantizedRows | None:
-    """Return x rounded to 8 bits, or None where it is not rounded.
+def _rounds(tokens: int, matrix: DeviceMatrix) -> bool:
+    """Return whether this number of rows is rounded to 8 bits.
 
-    It is rounded if the matrix was made for that, for rows enough that the tensor cores' speed
-    counts, and on GPUs whose tensor cores take such numbers.
+    They are if the matrix was made for that, for rows enough that the tensor cores' speed counts,
+    and on GPUs whose tensor cores take such numbers.
     """
-    hidden = x.hidden if isinstance(x, Stream) else x
-    gpu = gpu_of(hidden.device)
-    if len(hidden) <= MAX_ROWS or gpu is None or not rounds_inputs(matrix, gpu.capability):
+    gpu = gpu_of(matrix.device)
+    return tokens > MAX_ROWS and gpu is not None and rounds_inputs(matrix, gpu.capability)
+
+
+def _rounded(x: Tensor | Stream | GateAndUp, matrix: DeviceMatrix) -> QuantizedRows | None:
+    """Return x rounded to 8 bits, or None where it is not rounded."""
+    if not _rounds(_rows_of(x), matrix):
         return None
     assert matrix.rounded is not None
     grouped = matrix.group[1] != 0
+    if isinstance(x, Stream) and isinstance(x.begun, QuantizedRows):
+        codes, scales = x.begun
+        groups = -(-matrix.shape[1] // STEP) if grouped else 1
+        same = codes.dtype == ROUNDED[matrix.rounded] and scales.shape[1] == groups
+        if same and matrix.input_scale is None:
+            return x.begun
     return quantize_rows(x, matrix.rounded, grouped=grouped, input_scale=matrix.input_scale)
+
+
+def _rows_of(x: Tensor | Stream | GateAndUp) -> int:
+    """Return the number of rows."""
+    if isinstance(x, GateAndUp):
+        return len(x.both)
+    return len(x.hidden if isinstance(x, Stream) else x)
 
 
 def _by_library(
@@ -136,9 +202,18 @@ def _by_library(
     """
     if rounded is not None:
         return scaled_by_library(rounded, matrix, bias) if suits_library(matrix) else None
-    if len(x.hidden if isinstance(x, Stream) else x) < _DECODED:
+    if _rows_of(x) < _DECODED:
         return None
-    return linear(normed(x), decode_matrix(matrix), bias)
+    return linear(normed(x), _decoded(matrix), bias)
+
+
+def _decoded(matrix: DeviceMatrix) -> Tensor:
+    """Return the matrix's numbers, in new memory."""
+    if not streams(matrix):
+        return decode_matrix(matrix)
+    from sidestep.kernels.quantized.decode_words_gluon import decode_words
+
+    return decode_words(matrix)
 
 
 def coded_linear(
@@ -155,17 +230,21 @@ def coded_linear(
     return _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
-def coded_gated_linear(x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor:
-    """Return silu(gate) * up, [T, F], of x W^T + b = [gate | up] with W [2 F, K]."""
+def coded_gated_linear(
+    x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None
+) -> Tensor | GateAndUp:
+    """Return silu(gate) * up, [T, F], of x W^T + b = [gate | up] with W [2 F, K].
+
+    Where inputs are rounded, the activation is left to the kernel that rounds it for the next
+    product.
+    """
     rounded = _rounded(x, matrix)
     found = _by_library(x, rounded, matrix, bias)
-    if found is None:
-        tokens = len(x.hidden if isinstance(x, Stream) else x)
-        fused = rounded is not None or tokens <= _MOST_FUSED
-        found = _own(x, rounded, matrix, bias, gated=fused, halves=True)
-        if fused:
-            return found
-    return silu_mul(found)
+    if found is not None:
+        return GateAndUp(found) if rounded is not None else silu_mul(found)
+    fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
+    found = _own(x, rounded, matrix, bias, gated=fused, halves=True)
+    return found if fused else silu_mul(found)
 
 
 def _own(
@@ -188,31 +267,57 @@ def _own(
         if out is None:
             out = hidden.new_empty(len(hidden), matrix.shape[0] // (1 + gated))
         return scaled_product(rounded, matrix, bias, out, gated=gated)
+    if len(hidden) > MAX_ROWS and streams(matrix):
+        if out is None:
+            out = hidden.new_empty(len(hidden), matrix.shape[0])
+        _wide(normed(x), matrix, bias, out, add=False)
+        return out
     given = x if len(hidden) <= MAX_ROWS else normed(x)
     config = choose(len(hidden), matrix, halves)
     return own_linear(given, matrix, bias, gated=gated, config=config, out=out)
 
 
+def _wide(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+    """Write the product to out by the kernel for Hopper and many rows, or add it."""
+    from sidestep.kernels.products.wide_codes_gluon import launch
+
+    launch(x, matrix, bias, out, add, wide_config(len(x), matrix))
+
+
 def add_coded_linear(
     residual: Tensor,
-    x: Tensor,
+    x: Tensor | GateAndUp,
     matrix: DeviceMatrix,
     bias: Tensor | None,
     norm: RmsNorm | None = None,
-) -> BegunNorm | None:
+) -> Begun | None:
     """Add x W^T + b to residual [T, N], in place.
 
     norm: the norm that the sum goes through next. Return the part of it that was computed on the
-    way, or None. A norm is not begun in float16: a stream that is not scaled yet may be too large
-    for it.
+    way, or its rounded result, or None. A norm is not begun in float16: a stream that is not scaled
+    yet may be too large for it.
     """
     rounded = _rounded(x, matrix)
+    x = x.both if isinstance(x, GateAndUp) and rounded is not None else computed(x)
+    if rounded is None and len(x) >= _DECODED:
+        if bias is not None:
+            residual += bias
+        residual.addmm_(x, _decoded(matrix).t())
+        return None
     found = _by_library(x, rounded, matrix, bias)
     if found is not None:
-        residual += found
-        return None
+        if norm is None or matrix.input_scale is not None:
+            residual += found
+            return None
+        assert matrix.rounded is not None
+        # The next matrix is most likely of this form.
+        grouped = matrix.group[1] != 0
+        return quantize_rows(Stream(residual, norm), matrix.rounded, grouped=grouped, added=found)
     if rounded is not None:
         scaled_product(rounded, matrix, bias, residual, add=True)
+        return None
+    if len(x) > MAX_ROWS and streams(matrix):
+        _wide(x, matrix, bias, residual, add=True)
         return None
     few = len(x) <= MAX_ROWS and x.dtype == torch.bfloat16
     config = choose(len(x), matrix, False)

@@ -97,7 +97,7 @@ def own_linear(
     squares, eps = None, 0.0
     if isinstance(x, Stream):
         eps = x.norm.eps
-        x, squares = (x.normed(), None) if x.begun is None else x.begun
+        x, squares = x.begun if isinstance(x.begun, BegunNorm) else (x.normed(), None)
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0] // (1 + gated))
     _launch(x, weight, bias, squares, eps, out, None, None, gated, config, add=False)

@@ -33,7 +33,8 @@ from sidestep.kernels.products.streamed_linear_gluon import (
     _sum_of,
     _tiles,
 )
-from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
+from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
+from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
@@ -99,34 +100,41 @@ def _keep_scales(
 
 
 @gluon.jit
-def _decoded(
-    tile,
-    table,
-    step,
+def _number(scale, ZEROS: gl.constexpr):
+    """Return a scale without the zero in its lowest bits."""
+    if ZEROS:
+        scale = without_zero(scale)
+    return scale
+
+
+@gluon.jit
+def _halves(words, SIXTEEN: gl.constexpr):
+    """Return the two pieces of each row of words [M, 32], in the layout SIXTEEN."""
+    pieces = words.reshape(words.shape[0], 2, 16).permute(0, 2, 1)
+    first, second = pieces.split()
+    return gl.convert_layout(first, SIXTEEN), gl.convert_layout(second, SIXTEEN)
+
+
+@gluon.jit
+def _first_operand(
+    words,
     scale,
-    GROUPED: gl.constexpr,
     KIND: gl.constexpr,
     ZEROS: gl.constexpr,
     dtype: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    CODES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    SIXTEEN: gl.constexpr,
     FIRST: gl.constexpr,
-    OWN: gl.constexpr,
 ):
-    """Return the numbers of a tile of words, as the tensor cores' first operand, and the scales.
+    """Return the numbers of a piece of words, as the tensor cores' first operand.
 
-    table: the scales of the program's steps, where they are GROUPED. scale: those of whole rows.
+    scale: of the rows, with their zeros.
     """
-    if GROUPED:
-        scale = table.index(step).load(OWN)
     zero = None
     if ZEROS:
-        zero = gl.convert_layout(zero_of(scale), gl.SliceLayout(1, CODES))
-        if GROUPED:
-            scale = without_zero(scale)
-    v = numbers(tile.load(CODES), zero, KIND, dtype, BN, BK)
-    return gl.convert_layout(v, FIRST), scale
+        zero = gl.convert_layout(zero_of(scale), gl.SliceLayout(1, SIXTEEN))
+    v = decoded(words, zero, None, KIND, dtype, words.shape[0], COLUMNS)
+    return gl.convert_layout(v, FIRST)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -172,18 +180,11 @@ def _streamed_codes(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
-    # A thread loads the words of which it can make its part of the tensor cores' first operand:
-    # four of each 16, as kernels/quantized/device_matrix.py has them, of two rows.
-    TWO: gl.constexpr = [[0, 1], [0, 2], [8, 0], [0, 16]]
-    ONE: gl.constexpr = [[0, 1], [0, 2], [8, 0]]
-    CODES: gl.constexpr = gl.DistributedLinearLayout(
-        TWO if WORDS == 32 else ONE,
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [BN, WORDS],
-    )
+    CODES: gl.constexpr = words_layout(BN, num_warps, WORDS)
+    SIXTEEN: gl.constexpr = words_layout(BN, num_warps, WORDS // 2)
+    PIECE: gl.constexpr = BK // 2
     GROUPED: gl.constexpr = GROUP != 0
+    TABLES: gl.constexpr = BK // 128
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
     TABLE: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -210,7 +211,6 @@ def _streamed_codes(
     n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
     t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
     inside = (n < N)[:, None] & (t < T)[None, :]
-    places = out + t[None, :].to(gl.int64) * out_stride + n[:, None]
     if NEXT:
         weights = gl.load(next_norm + n, mask=n < N, other=0.0).to(gl.float32)
     total = N * HALVES
@@ -220,14 +220,14 @@ def _streamed_codes(
         table = gl.allocate_shared_memory(gl.float32, [STEPS, BN], FLAT)
         up_table = table
         _keep_scales(
-            scales, table, row, N, first, groups, per_group,
-            GROUP, HEIGHT, BN, BK, STEPS, FLAT, TABLE,
+            scales, table, row, N, first * TABLES, groups, per_group,
+            GROUP, HEIGHT, BN, BK // TABLES, STEPS, FLAT, TABLE,
         )  # fmt: skip
         if GATED:
             up_table = gl.allocate_shared_memory(gl.float32, [STEPS, BN], FLAT)
             _keep_scales(
-                scales, up_table, N + row, 2 * N, first, groups, per_group,
-                GROUP, HEIGHT, BN, BK, STEPS, FLAT, TABLE,
+                scales, up_table, N + row, 2 * N, first * TABLES, groups, per_group,
+                GROUP, HEIGHT, BN, BK // TABLES, STEPS, FLAT, TABLE,
             )  # fmt: skip
         _barrier()
         scale = table.index(0).load(OWN)
@@ -246,60 +246,91 @@ def _streamed_codes(
             x_tiles, [0, (first + slot) * BK], bars.index(slot), x_ring.index(slot),
             pred=slot < steps,
         )  # fmt: skip
-    # This work is done while the tiles are loading.
-    if ADD:
-        before = gl.load(places, mask=inside, other=0.0)
+    # This work is done while the tiles are loading. Many rows would take too many registers.
+    EARLY: gl.constexpr = ADD and ROWS < 64
+    if EARLY:
+        before = gl.load(
+            out + t[None, :].to(gl.int64) * out_stride + n[:, None], mask=inside, other=0.0
+        )
     if PARTS:
         factor = gl.convert_layout(
             _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
         )
-    # 2. Multiply step by step. While the tensor cores work on a tile, the next one is decoded.
+    # 2. Multiply step by step. While the tensor cores work on a piece, the next one is decoded.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
     acc_up = acc
-    # The last programs that share columns may have none. They load no tile to wait for.
-    mbarrier.wait(bars.index(0), 0, pred=steps > 0)
-    w, scale = _decoded(
-        ring.index(0), table, 0, scale, GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN
-    )
-    up_w = w
-    if GATED:
-        up_w, up_scale = _decoded(
-            up_ring.index(0), up_table, 0, up_scale,
-            GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
-        )  # fmt: skip
     for step in range(steps):
         place = step % STAGES
-        value = x_ring.index(place).permute([1, 0])
-        product = warpgroup_mma(w, value, acc, use_acc=not GROUPED, is_async=True)
-        up_product = product
-        if GATED:
-            up_product = warpgroup_mma(up_w, value, acc_up, use_acc=not GROUPED, is_async=True)
-        after = step + 1
-        following = after % STAGES
-        mbarrier.wait(bars.index(following), after // STAGES & 1, pred=after < steps)
-        next_step = gl.minimum(after, steps - 1)
-        next_w, next_scale = _decoded(
-            ring.index(following), table, next_step, scale,
-            GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
-        )  # fmt: skip
-        next_up_w, next_up_scale = next_w, next_scale
-        if GATED:
-            next_up_w, next_up_scale = _decoded(
-                up_ring.index(following), up_table, next_step, up_scale,
-                GROUPED, KIND, ZEROS, dtype, BN, BK, CODES, FIRST, OWN,
-            )  # fmt: skip
-            product, up_product = warpgroup_mma_wait(0, deps=[product, up_product])
-        else:
-            product = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.wait(bars.index(place), step // STAGES & 1)
+        first_words, second_words = _halves(ring.index(place).load(CODES), SIXTEEN)
+        value = x_ring.index(place)
+        first_value = value.slice(0, PIECE, dim=1).permute([1, 0])
+        second_value = value.slice(PIECE, PIECE, dim=1).permute([1, 0])
+        second_scale = scale
         if GROUPED:
-            acc += product * scale[:, None]
-            if GATED:
-                acc_up += up_product * up_scale[:, None]
+            scale = table.index(step * TABLES).load(OWN)
+            second_scale = scale
+            if TABLES == 2:
+                second_scale = table.index(step * 2 + 1).load(OWN)
+        w = _first_operand(first_words, scale, KIND, ZEROS, dtype, PIECE, SIXTEEN, FIRST)
+        product = warpgroup_mma(w, first_value, acc, use_acc=not GROUPED, is_async=True)
+        if GATED:
+            first_words, up_words = _halves(up_ring.index(place).load(CODES), SIXTEEN)
+            second_up_scale = up_scale
+            if GROUPED:
+                up_scale = up_table.index(step * TABLES).load(OWN)
+                second_up_scale = up_scale
+                if TABLES == 2:
+                    second_up_scale = up_table.index(step * 2 + 1).load(OWN)
+            up_w = _first_operand(first_words, up_scale, KIND, ZEROS, dtype, PIECE, SIXTEEN, FIRST)
+            up_product = warpgroup_mma(
+                up_w, first_value, acc_up, use_acc=not GROUPED, is_async=True
+            )
+            product, w = warpgroup_mma_wait(1, deps=[product, w])
+        second_w = _first_operand(
+            second_words, second_scale, KIND, ZEROS, dtype, PIECE, SIXTEEN, FIRST
+        )
+        CHAINED: gl.constexpr = TABLES == 1 or not GROUPED
+        # Many rows leave too few registers for the products of both pieces at once.
+        APART: gl.constexpr = ROWS >= 64 and not CHAINED
+        if APART:
+            product, w = warpgroup_mma_wait(0, deps=[product, w])
+            acc += product * _number(scale, ZEROS)[:, None]
+        second_product = warpgroup_mma(
+            second_w, second_value, product if CHAINED else acc, use_acc=CHAINED, is_async=True
+        )
+        if GATED:
+            up_product, up_w = warpgroup_mma_wait(1, deps=[up_product, up_w])
+            second_up_w = _first_operand(
+                up_words, second_up_scale, KIND, ZEROS, dtype, PIECE, SIXTEEN, FIRST
+            )
+            second_up_product = warpgroup_mma(
+                second_up_w, second_value, up_product if CHAINED else acc_up,
+                use_acc=CHAINED, is_async=True,
+            )  # fmt: skip
+            second_product, second_up_product, second_w, second_up_w = warpgroup_mma_wait(
+                0, deps=[second_product, second_up_product, second_w, second_up_w]
+            )
+        elif APART:
+            second_product, second_w = warpgroup_mma_wait(0, deps=[second_product, second_w])
+        elif CHAINED:
+            second_product, w, second_w = warpgroup_mma_wait(0, deps=[second_product, w, second_w])
         else:
-            acc = product
+            product, second_product, w, second_w = warpgroup_mma_wait(
+                0, deps=[product, second_product, w, second_w]
+            )
+        if GROUPED:
+            if TABLES == 2 and not APART:
+                acc += product * _number(scale, ZEROS)[:, None]
+            acc += second_product * _number(second_scale, ZEROS)[:, None]
             if GATED:
-                acc_up = up_product
-        w, scale, up_w, up_scale = next_w, next_scale, next_up_w, next_up_scale
+                if TABLES == 2:
+                    acc_up += up_product * _number(up_scale, ZEROS)[:, None]
+                acc_up += second_up_product * _number(second_up_scale, ZEROS)[:, None]
+        else:
+            acc = second_product
+            if GATED:
+                acc_up = second_up_product
         # All threads are done with this tile.
         _barrier()
         ahead = step + STAGES
@@ -312,9 +343,9 @@ def _streamed_codes(
             x_tiles, [0, (first + ahead) * BK], bars.index(place), x_ring.index(place), pred=more
         )
     if not GROUPED:
-        acc *= (without_zero(scale) if ZEROS else scale)[:, None]
+        acc *= _number(scale, ZEROS)[:, None]
         if GATED:
-            acc_up *= (without_zero(up_scale) if ZEROS else up_scale)[:, None]
+            acc_up *= _number(up_scale, ZEROS)[:, None]
     # 3. Add the parts of a tile's programs.
     result = gl.convert_layout(acc, WIDE)
     up = result
@@ -348,7 +379,10 @@ def _streamed_codes(
             if BIAS:
                 up += gl.load(bias + N + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
             result = gated_silu(result, up, dtype)
+        places = out + t[None, :].to(gl.int64) * out_stride + n[:, None]
         if ADD:
+            if not EARLY:
+                before = gl.load(places, mask=inside, other=0.0)
             result += before.to(gl.float32)
         rounded = result.to(dtype)
         gl.store(places, rounded, mask=inside)
@@ -376,7 +410,7 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     rows, gated = padded(tokens), flags[-1]
     tiles, words = triton.cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
-    assert c.block_k == STEP and c.block_n == 64
+    assert words == 32 and c.block_n == 64
     if c.split > 1:
         sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
         assert tiles <= MOST_TILES and sums_left <= MOST_PARTIALS, f"{c}"
@@ -414,7 +448,9 @@ def launch(
         words,
         c.stages,
         c.split,
-        triton.next_power_of_2(triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split)),
+        triton.next_power_of_2(
+            triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
+        ),
         *flags,
         num_warps=4,
         **pdl(x),

@@ -51,3 +51,22 @@ def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> Strea
 def padded(tokens: int) -> int:
     """Return the rows of x in a tile: a power of two, and at least the 8 that tensor cores need."""
     return max(8, 1 << (tokens - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class WideConfig:
+    """Tile of a program of the product of many rows with a matrix of codes."""
+
+    block_n: int
+    """Rows of W."""
+    rows: int
+    """Rows of x."""
+    stages: int
+    """Number of tiles in the ring."""
+    split: int = 1
+    """Number of programs that share a tile's columns."""
+    num_warps: int = 8
+    unroll: int = 2
+    """Steps that are multiplied before all threads wait for the tensor cores."""
+    step: int = 128
+    """Columns of a tile in the ring."""

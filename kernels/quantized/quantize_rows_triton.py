@@ -1,12 +1,11 @@
 """Inputs of a product in 8 bits, with a scale for each row, or for each 128 columns of a row.
 
-The norm before the product, if any, is done on the way: its result is rounded as by a kernel of its
-own. Codes lie in the order of kernels/quantized/device_matrix.py, as those of the matrix do.
+The norm before the product, if any, is done on the way, and so is the sum into the stream or the
+activation that come before that: their results are rounded as by kernels of their own. Codes lie in
+the order of kernels/quantized/device_matrix.py, as those of the matrix do.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,23 +13,17 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
 from sidestep.kernels.quantized.device_matrix import STEP
-
-
-class QuantizedRows(NamedTuple):
-    """Rows in 8 bits."""
-
-    codes: Tensor
-    """float8_e4m3fn or int8 [T, K filled up with zeros]."""
-    scales: Tensor
-    """float32 [T, G]: G is 1, or K / 128, rounded up."""
+from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 
 @triton.jit(do_not_specialize=["eps"])
 def _quantize_rows(
     x,
+    added,
     norm,
     input_scale,
     codes,
@@ -42,6 +35,7 @@ def _quantize_rows(
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
     GROUPED: tl.constexpr,
+    HALVES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -52,9 +46,18 @@ def _quantize_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    value = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    source = x + row * x_stride + columns
+    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    if HALVES:
+        up = tl.load(source + K, mask=inside, other=0.0)
+        value = gated_silu(value, up, dtype).to(dtype).to(tl.float32)
+    if added is not None:
+        more = tl.load(added + row * K + columns, mask=inside, other=0.0)
+        summed = (value + more.to(tl.float32)).to(dtype)
+        tl.store(source, summed, mask=inside)
+        value = summed.to(tl.float32)
     if norm is not None:
-        dtype: tl.constexpr = x.dtype.element_ty
         factor = tl.rsqrt(tl.sum(value * value, 0) / K + eps)
         value = ((value * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     GROUPS: tl.constexpr = BLOCK // 128 if GROUPED else 1
@@ -87,19 +90,29 @@ def _quantize_rows(
 
 
 def quantize_rows(
-    x: Tensor | Stream, kind: Rounded, *, grouped: bool, input_scale: Tensor | None = None
+    x: Tensor | Stream | GateAndUp,
+    kind: Rounded,
+    *,
+    grouped: bool,
+    input_scale: Tensor | None = None,
+    added: Tensor | None = None,
 ) -> QuantizedRows:
-    """Return the rows of x [T, K], or of a stream's norm, in 8 bits.
+    """Return the rows of x [T, K], or of a stream's norm, or of an activation, in 8 bits.
 
     grouped: whether each 128 columns have a scale. input_scale: float32 [1], the scale of all rows;
-    None where each has its own, by its largest number.
+    None where each has its own, by its largest number. added: [T, K], contiguous, which is first
+    added to x or to the stream, in place.
     """
     norm: RmsNorm | None = None
-    if isinstance(x, Stream):
+    halves = isinstance(x, GateAndUp)
+    if isinstance(x, GateAndUp):
+        x = x.both
+    elif isinstance(x, Stream):
         # Norms of other kinds, and those that are done, are not computed here.
         norm = x.norm if x.done is None and x.norm.may_begin else None
+        assert added is None or norm is not None
         x = x.normed() if norm is None else x.hidden
-    tokens, columns = x.shape
+    tokens, columns = x.shape[0], x.shape[1] // (1 + halves)
     filled = -(-columns // STEP) * STEP
     codes = torch.empty(tokens, filled, dtype=ROUNDED[kind], device=x.device)
     groups = -(-columns // STEP) if grouped else 1
@@ -107,6 +120,7 @@ def quantize_rows(
     block = triton.next_power_of_2(filled)
     _quantize_rows[(tokens,)](
         x,
+        added,
         None if norm is None else norm.weight,
         input_scale,
         codes,
@@ -118,6 +132,7 @@ def quantize_rows(
         block,
         448.0 if kind == "fp8" else 127.0,
         grouped,
+        halves,
         num_warps=max(1, min(16, block // 512)),
         **pdl(x),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
-from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows
 
 _ALIGNED = 16
 """Sizes of matrices must be multiples of this."""

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
-from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 _COLUMNS = 128

@@ -17,7 +17,7 @@ import triton
 from sidestep.executor.layers.coded_gpu_matrix import CodedGpuMatrix
 from sidestep.kernels.compiling import CompilerThreads, compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Codes, Rounded
 from tests.triton.compiling.meta_tensors import TOKENS, bf16
 
@@ -75,7 +75,7 @@ def coded(form: Form, outputs: int, inputs: int, device: str = "meta") -> CodedM
 def launch_layer(form: Form, rows: int, hidden: int, attended: int, qkv: int, inner: int) -> None:
     """Launch the products of a layer."""
     stream, norm = bf16(rows, hidden), RmsNorm(bf16(hidden), 1e-6)
-    begun: BegunNorm | None = None
+    begun: Begun | None = None
     for matrix, x in (
         (coded(form, hidden, attended), bf16(rows, attended)),
         (coded(form, hidden, inner), bf16(rows, inner)),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.silu_mul import computed
 from sidestep.kernels.products.coded_linear import (
     MAX_ROWS,
     add_coded_linear,
@@ -18,7 +19,7 @@ from sidestep.kernels.products.coded_linear import (
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
-from sidestep.kernels.products.streamed_config import StreamedConfig
+from sidestep.kernels.products.streamed_config import StreamedConfig, WideConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -146,7 +147,7 @@ def test_numbers_of_rows_as_shipped(rows: int) -> None:
         matrix = on_device(given)
         with PoisonedAllocations():
             assert_product(coded_linear(x, matrix, None), exact(x, given), form)
-            found = coded_gated_linear(x, matrix, None)
+            found = computed(coded_gated_linear(x, matrix, None))
         assert_product(found, exact(x, given, gated=True), form)
 
 
@@ -184,8 +185,58 @@ def test_each_of_the_programs_that_share_a_tile_has_some_columns() -> None:
 def test_programs_without_columns_end(form: Form) -> None:
     given = matrix_of(form, 64, 33 * STEP, DTYPE)
     x = Values(0).normal(2, 33 * STEP, dtype=DTYPE)
-    found = own_linear(x, on_device(given), config=StreamedConfig(STEP, 4, 8))
-    assert_product(found, exact(x, given), form)
+    matrix = on_device(given)
+    config = StreamedConfig(32 * matrix.in_word, 3, 8)
+    assert_product(own_linear(x, matrix, config=config), exact(x, given), form)
+
+
+@needs_gpu
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("form", [*FORMS[:5], Form("int4", WHOLE, zeros=True)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        WideConfig(256, 128, 2, 3, unroll=1, step=256),
+        WideConfig(256, 128, 3, 2),
+        WideConfig(128, 256, 2, 3, unroll=1),
+        WideConfig(128, 128, 3, unroll=3),
+    ],
+    ids=str,
+)
+def test_many_rows(config: WideConfig, form: Form, add: bool) -> None:
+    """Check tiles and rings, with rows, columns and groups that fill none of them."""
+    from sidestep.kernels.products.wide_codes_gluon import launch
+
+    for rows, outputs, inputs in ((65, 200, 400), (300, 520, 2064)):
+        values = Values(rows)
+        buffer = poisoned(rows, inputs + 8, dtype=DTYPE)
+        x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=DTYPE))
+        given = matrix_of(form, outputs, inputs, DTYPE)
+        matrix = on_device(given)
+        bias = guarded(values.normal(outputs, dtype=DTYPE))
+        whole = poisoned(rows, outputs + 8, dtype=DTYPE)
+        out = whole[:, :outputs]
+        expected = exact(x, given, bias)
+        if add:
+            out.copy_(values.normal(rows, outputs, dtype=DTYPE))
+            expected += out.double()
+        wide = config if matrix.in_word == 8 else replace(config, step=STEP)
+        with unchanged(x=buffer, words=matrix.words, between=whole[:, outputs:]):
+            launch(x, matrix, bias, out, add, wide)
+        assert_margins_untouched(whole)
+        # Scales of groups are rounded to 16 bits, and so are the numbers.
+        assert_close(out, expected, 8)
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", [65, 160, 256, 700])
+def test_the_chosen_tiles_fit(rows: int) -> None:
+    for outputs, inputs in ((6144, 4096), (4096, 14336), (520, 400)):
+        for form in (Form("int4", 128, zeros=True), Form("fp8", 128, 128), Form("int8", WHOLE)):
+            x = Values(rows).normal(rows, inputs, dtype=DTYPE)
+            given = matrix_of(form, outputs, inputs, DTYPE)
+            found = coded_linear(x, on_device(given), None)
+            assert_close(found, exact(x, given), 8)
 
 
 def test_a_code_that_is_nan_makes_its_row_nan() -> None:
@@ -263,7 +314,7 @@ def test_a_row_depends_on_no_other(form: Form, most: int) -> None:
     def chain(count: int) -> tuple[Tensor, Tensor]:
         added = stream[:count].clone()
         begun = add_coded_linear(added, x[:count], first, None, norm)
-        return added, coded_gated_linear(Stream(added, norm, begun), second, None)
+        return added, computed(coded_gated_linear(Stream(added, norm, begun), second, None))
 
     added, out = chain(most)
     assert added[-1].isnan().all() and out[-1].isnan().all()
@@ -288,5 +339,5 @@ def test_shapes_of_models_as_shipped(
     given = matrix_of(form, outputs * (1 + gated), inputs, DTYPE)
     matrix = on_device(given)
     with PoisonedAllocations():
-        found = (coded_gated_linear if gated else coded_linear)(x, matrix, None)
+        found = computed((coded_gated_linear if gated else coded_linear)(x, matrix, None))
     assert_product(found, exact(x, given, gated=gated), form)

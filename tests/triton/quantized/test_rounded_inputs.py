@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, rms_norm
+from sidestep.kernels import gpu
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, rms_norm
+from sidestep.kernels.ops.silu_mul import GateAndUp, silu_mul
+from sidestep.kernels.products.coded_linear import (
+    add_coded_linear,
+    coded_gated_linear,
+    coded_linear,
+)
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
-from sidestep.kernels.quantized.quantize_rows_triton import QuantizedRows, quantize_rows
+from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
 from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
@@ -106,6 +114,67 @@ def test_the_norm_is_done_on_the_way(done: bool) -> None:
     stream = Stream(hidden, RmsNorm(weight, 1e-5), done=result if done else None)
     found = numbers_of(quantize_rows(stream, "fp8", grouped=True), 200)
     torch.testing.assert_close(found, result.double(), rtol=2.0**-4, atol=0.02)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_sum_into_the_stream_is_done_on_the_way(grouped: bool) -> None:
+    values = Values(0)
+    buffer = poisoned(3, 208, dtype=DTYPE)
+    hidden = buffer[:, :200].copy_(values.normal(3, 200, dtype=DTYPE, scale=7))
+    added, weight = guarded(values.normal(3, 200, dtype=DTYPE)), values.normal(200, dtype=DTYPE)
+    summed = hidden + added
+    norm = RmsNorm(weight, 1e-5)
+    alone = quantize_rows(Stream(summed.clone(), norm), "fp8", grouped=grouped)
+    with unchanged(added=added, between=buffer[:, 200:]), PoisonedAllocations():
+        found = quantize_rows(Stream(hidden, norm), "fp8", grouped=grouped, added=added)
+    assert torch.equal(hidden, summed)
+    assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
+    assert torch.equal(found.scales, alone.scales)
+
+
+@pytest.mark.parametrize("columns", [300, 128])
+def test_the_activation_is_done_on_the_way(columns: int) -> None:
+    both = guarded(Values(columns).normal(3, 2 * columns, dtype=DTYPE))
+    alone = quantize_rows(silu_mul(both), "fp8", grouped=False)
+    with unchanged(both=both), PoisonedAllocations():
+        found = quantize_rows(GateAndUp(both), "fp8", grouped=False)
+    torch.testing.assert_close(found.scales, alone.scales, rtol=1e-5, atol=0)
+    given, expected = numbers_of(found, columns), numbers_of(alone, columns)
+    torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=1e-2)
+
+
+@pytest.fixture
+def rounding_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the interpreter stand for a GPU that multiplies in 8 bits."""
+    if INTERPRETED:
+        monkeypatch.setattr(gpu, "_stand_ins", {})
+        gpu.stand_for(gpu.Gpu(89, 2), "cpu")
+    yield
+    gpu.gpu_of.cache_clear()
+
+
+@pytest.mark.usefixtures("rounding_gpu")
+def test_the_next_inputs_are_rounded_on_the_way() -> None:
+    """Check a layer's MLP against the same with each kernel by itself."""
+    values, half = Values(3), torch.float16 if INTERPRETED else torch.bfloat16
+    up, down, qkv = (
+        DeviceMatrix.of(replace(matrix_of(CHANNEL, *size, half), activations="fp8"))
+        for size in ((320, 256), (256, 160), (96, 256))
+    )
+    stream, norm = values.normal(70, 256, dtype=half), RmsNorm(values.normal(256, dtype=half), 1e-5)
+    inner = coded_gated_linear(Stream(stream, norm), up, None)
+    assert isinstance(inner, GateAndUp)
+    together, apart = stream.clone(), stream.clone()
+    begun = add_coded_linear(together, inner, down, None, norm)
+    assert isinstance(begun, QuantizedRows)
+    assert add_coded_linear(apart, inner.computed(), down, None) is None
+    assert torch.equal(together, apart)
+    found = coded_linear(Stream(together, norm, begun), qkv, None)
+    assert torch.equal(found, coded_linear(Stream(together, norm), qkv, None))
+    # Another matrix may need other scales.
+    block = DeviceMatrix.of(replace(matrix_of(BLOCK, 96, 256, half), activations="fp8"))
+    other = coded_linear(Stream(together, norm, begun), block, None)
+    assert torch.equal(other, coded_linear(Stream(together, norm), block, None))
 
 
 @pytest.mark.parametrize("add", [False, True])

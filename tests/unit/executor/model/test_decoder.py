@@ -19,7 +19,7 @@ from sidestep.executor.weights.weight_loader import DummyWeights
 from sidestep.ipc.model.layer_spec import Activation, attention_of
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.ops.silu_mul import GateAndUp, silu_mul
 from tests.fakes import make_spec
 
 SMALL = make_spec(3)
@@ -62,7 +62,7 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     plain_call, plain_add, begun = Linear.__call__, Linear.add_to, []
 
     def call(self: Linear, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
-        if isinstance(x, Stream) and x.begun is not None:
+        if isinstance(x, Stream) and isinstance(x.begun, BegunNorm):
             begun.append(x.begun.weighted)
             scale = (x.begun.squares.sum(1, keepdim=True) / x.hidden.shape[1] + x.norm.eps).rsqrt()
             return plain_call(self, x.begun.weighted) * scale
@@ -75,12 +75,12 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         parts = residual.square().unflatten(1, (2, -1)).sum(2)
         return None if norm is None else BegunNorm(residual * norm.weight, parts)
 
-    def gated(self: Linear, x: Tensor | Stream, activation: Activation = "silu") -> Tensor:
+    def inner(self: Linear, x: Tensor | Stream, activation: Activation = "silu") -> Tensor:
         assert activation == "silu"
         return silu_mul(self(x))
 
     monkeypatch.setattr(Linear, "__call__", call)
-    monkeypatch.setattr(Linear, "gated", gated)
+    monkeypatch.setattr(Linear, "inner", inner)
     monkeypatch.setattr(Linear, "add_to", add_to)
     return begun
 
@@ -154,13 +154,13 @@ def test_the_last_layer_goes_on_with_those_tokens_alone_whose_logits_are_wanted(
     model = DecoderForCausalLM(
         SMALL, DifferentNorms(0, torch.float32, torch.device("cpu")), Parallel()
     )
-    plain, counts = Linear.gated, list[int]()
+    plain, counts = Linear.inner, list[int]()
 
-    def gated(self: Linear, x: Stream, activation: Activation) -> Tensor:
+    def inner(self: Linear, x: Stream, activation: Activation) -> Tensor | GateAndUp:
         counts.append(len(x.hidden))
         return plain(self, x, activation)
 
-    monkeypatch.setattr(Linear, "gated", gated)
+    monkeypatch.setattr(Linear, "inner", inner)
     every = logits(model, None)
     torch.testing.assert_close(
         logits(model, torch.tensor([1, 4])), every[[1, 4]], rtol=1e-4, atol=1e-5
