@@ -15,7 +15,7 @@ from sidestep.executor.weights.rearranged_weights import RearrangedWeights, Stor
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
-from sidestep.kernels.ops.silu_mul import row_sigmoid
+from sidestep.kernels.ops.silu_mul import sigmoid_mul
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -165,7 +165,7 @@ class Attention:
             qkv[:, columns] = norm(qkv[:, columns])
         attended = attention.attend(layer, qkv[:, : self._gate_from], self._head_norms, self._sinks)
         if self._gate_from is not None:
-            attended.mul_(row_sigmoid(qkv[:, self._gate_from :]))
+            sigmoid_mul(attended, qkv[:, self._gate_from :])
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
         return self._add(stream, attended)

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts, experts_of_rank
-from sidestep.executor.layers.linear import Linear, SumOverRanks, column_parallel
+from sidestep.executor.layers.linear import Linear, SumOverRanks
 from sidestep.executor.layers.matrix_products import stacked
 from sidestep.executor.layers.norms import load_norm
+from sidestep.executor.layers.shared_expert import (
+    ExpertWeights,
+    JoinedExperts,
+    SharedExpert,
+    SharedMatrices,
+    expert_matrix,
+    gate_row,
+    may_join,
+)
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.executor.weights.weight_loader import Matrix, Weights
+from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import (
     ClampedSwiglu,
@@ -32,8 +41,7 @@ from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
-from sidestep.kernels.ops.silu_mul import row_sigmoid
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 
@@ -85,11 +93,34 @@ class Router:
         )
         self._weight = weight if on_gpu(weight) else None
         self._product = None if on_gpu(weight) else CpuProduct(weight.float())
+        self._joined: Joined | None = None
+
+    def join(self, gate: Tensor | None) -> None:
+        """Let each row have the shared expert too, as the one behind all others; on a GPU only.
+
+        gate: the row [1, D] of the shared expert's own gate, if there is one.
+        """
+        assert self._weight is not None
+        if gate is not None:
+            self._weight = torch.cat([self._weight, gate])
+        self._joined = Joined(gated=gate is not None)
 
     @property
     def on_gpu(self) -> bool:
         """Whether the layer's weights are on a GPU."""
         return self._weight is not None
+
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Routed]:
+        """Return a stream's norm, and the experts of its rows. The router has no norm of its own.
+
+        On a GPU, the router's product computes the norm where it is begun.
+        """
+        if self._weight is None or self._expert_scales is not None:
+            x = stream.normed()
+            return x, self(x)
+        from sidestep.kernels.experts.routing_triton import route_stream
+
+        return route_stream(stream, *self._how(self._weight), joined=self._joined)
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the experts of each row of x [T, D], by their numbers on this rank."""
@@ -103,11 +134,16 @@ class Router:
         factors = self._expert_scales.index_select(0, known.flatten())
         return Routed(routed.ids, routed.weights * factors.view_as(routed.weights))
 
+    def _how(
+        self, weight: Tensor
+    ) -> tuple[Tensor, Tensor | None, Choice, range | None, Tensor | None]:
+        return weight, self._bias, self._choice, self._own, self._product_bias
+
     def _chosen(self, x: Tensor) -> Routed:
         if self._weight is not None:
             from sidestep.kernels.experts.routing_triton import route
 
-            return route(x, self._weight, self._bias, self._choice, self._own, self._product_bias)
+            return route(x, *self._how(self._weight), joined=self._joined)
         assert self._product is not None
         logits = self._product(x.float())
         if self._product_bias is not None:
@@ -146,20 +182,6 @@ def experts_elsewhere(spec: ExpertsSpec, name: str, parallel: Parallel) -> Itera
             yield f"{name}.experts.{expert}."
 
 
-class ExpertWeights(Protocol):
-    """Loads the matrices of a rank's experts, or its part of them."""
-
-    spec: ExpertsSpec
-    experts: range
-    """Numbers in the model of this rank's experts."""
-
-    def gate_up(self, expert: int) -> ExpertMatrix | CodedMatrix:
-        """Return the gate's matrix over the other's, [2 F, D]. expert: its number in the model."""
-
-    def down(self, expert: int) -> ExpertMatrix | CodedMatrix:
-        """Return the matrix [D, F]."""
-
-
 class SeparateExperts:
     """Loads a rank's part of matrices that are stored apart."""
 
@@ -190,11 +212,6 @@ class SeparateExperts:
         _, _, down = matrix_names(self.spec, self._name, expert)
         shape = self._hidden_size, self.spec.width
         return expert_matrix(self._weights.matrix(down, shape, columns=self._part))
-
-
-def expert_matrix(matrix: Matrix) -> ExpertMatrix | CodedMatrix:
-    """Return an expert's matrix: one in the run's type as a GPU's kernels take it."""
-    return ExpertMatrix(matrix) if isinstance(matrix, Tensor) else matrix
 
 
 def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix | ExpertCodes:
@@ -320,43 +337,6 @@ def _stacked(
     return stack
 
 
-class SharedExpert:
-    """The expert that takes every token."""
-
-    def __init__(
-        self,
-        spec: ExpertsSpec,
-        hidden_size: int,
-        weights: Weights,
-        name: str,
-        parallel: Parallel,
-    ) -> None:
-        width, part, own = (
-            spec.shared_width,
-            parallel.share(spec.shared_width),
-            f"{name}.{spec.names.shared}",
-        )
-        self._activation = spec.activation
-        self._gate_up = column_parallel(
-            weights,
-            [(f"{own}.gate_proj", width, part), (f"{own}.up_proj", width, part)],
-            hidden_size,
-        )
-        self.down = Linear(weights.matrix(f"{own}.down_proj", (hidden_size, width), columns=part))
-        self._own_gate = (
-            Linear(weights.matrix(f"{own}_gate", (1, hidden_size))) if spec.shared_gate else None
-        )
-
-    def inner(self, x: Tensor) -> Tensor:
-        """Return what `down` multiplies, [T, F], for x [T, D]."""
-        gated = self._gate_up.gated(x, self._activation)
-        if self._own_gate is None:
-            return gated
-        factor = self._own_gate(x)
-        # The factor is common to a row, so that it may come before the product.
-        return gated.mul_(row_sigmoid(factor))
-
-
 class ExpertsPart(NamedTuple):
     """The part of one rank's experts in what is added to the residual stream."""
 
@@ -420,12 +400,20 @@ class Experts:
         own = spec.names.place(name)
         loaded = _STORED[spec.stored](spec, hidden_size, weights, own, parallel)
         self._router = Router(spec, hidden_size, weights, own, loaded.experts, eps=norm_spec.eps)
+        shared = (
+            SharedMatrices(spec, hidden_size, weights, own, parallel) if spec.shared_width else None
+        )
+        found: ExpertWeights = loaded
+        if shared is not None and self._router.on_gpu and may_join(loaded, shared):
+            found, row = JoinedExperts(loaded, shared), None
+            if spec.shared_gate:
+                row = gate_row(shared.gate(), weights.dtype)
+            self._router.join(row)
+            shared = None
         self._products: ExpertProducts = (
-            GpuExperts(loaded) if self._router.on_gpu else CpuExperts(loaded, weights.dtype)
+            GpuExperts(found) if self._router.on_gpu else CpuExperts(loaded, weights.dtype)
         )
-        self._shared = (
-            SharedExpert(spec, hidden_size, weights, own, parallel) if spec.shared_width else None
-        )
+        self._shared = None if shared is None else SharedExpert(spec, shared)
         self._norms = (
             None
             if spec.norms is None
@@ -440,8 +428,8 @@ class Experts:
         """Return the stream with the experts added."""
         if self._norms is not None:
             return self._add_normed(stream, self._norms)
-        x = stream.normed()
-        part = ExpertsPart(self._shared, self._products, x, self._router(x))
+        x, routed = self._router.of_stream(stream)
+        part = ExpertsPart(self._shared, self._products, x, routed)
         return self._sum.add(stream.hidden, part, self._following)
 
     def _add_normed(self, stream: Stream, norms: NormedParts) -> Stream:

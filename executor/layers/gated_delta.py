@@ -8,14 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.linear import Linear, RowParallelLinear, column_parallel
+from sidestep.executor.layers.linear import Linear, RowParallelLinear
+from sidestep.executor.layers.matrix_products import may_stack, stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
-from sidestep.executor.weights.weight_loader import Weights
+from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
-from sidestep.kernels.ops.causal_conv import causal_conv
-from sidestep.kernels.ops.gated_delta import Decay, gated_delta
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, gated_rms_norm
+from sidestep.kernels.ops.gated_delta import delta_net
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
 from sidestep.kernels.recurrent.state_rows import StateRows
 
 
@@ -88,19 +89,22 @@ class GatedDeltaNet:
         self._following = following
         parts, heads = _parts(spec, parallel), parallel.share(spec.num_value_heads)
         width = spec.num_value_heads * spec.value_dim
-        self._in = self._projections(spec, hidden_size, weights, name, parallel)
+        self._in, self._gates = self._projections(spec, hidden_size, weights, name, parallel)
         kernel = [
             weights.get(f"{name}.conv1d.weight", (part.total, 1, spec.conv_kernel), rows=part.rows)
             for part in parts
         ]
-        self._conv = torch.cat(kernel).squeeze(1)
-        self._decay = Decay(
-            *(
-                weights.exact(f"{name}.{one}", (spec.num_value_heads,), heads)
-                for one in ("A_log", "dt_bias")
-            )
+        a_log, bias = (
+            weights.exact(f"{name}.{one}", (spec.num_value_heads,), heads)
+            for one in ("A_log", "dt_bias")
         )
-        self._norm = RmsNorm(weights.get(f"{name}.norm.weight", (spec.value_dim,)), norm_eps)
+        self._weights = DeltaWeights(
+            torch.cat(kernel).squeeze(1),
+            a_log,
+            bias,
+            weights.get(f"{name}.norm.weight", (spec.value_dim,)),
+            norm_eps,
+        )
         self._out = RowParallelLinear(
             weights,
             f"{name}.out_proj",
@@ -111,24 +115,40 @@ class GatedDeltaNet:
             SumBuffer.ATTENTION,
             after=after,
         )
-        self._channels, self._num_heads = len(self._conv), len(heads)
+        self._channels, self._num_heads = len(self._weights.conv), len(heads)
 
     def _projections(
         self, spec: DeltaSpec, hidden_size: int, weights: Weights, name: str, parallel: Parallel
-    ) -> Linear:
-        """Return the product that gives queries, keys, values, gate, and inputs of the decay."""
+    ) -> tuple[Linear, Linear | None]:
+        """Return the product that gives queries, keys, values, gate, and inputs of the decay.
+
+        The last ones are a product of their own in checkpoints that keep them in another form.
+        """
         heads = spec.num_value_heads
         qkv = [(f"{name}.in_proj_qkv", *part) for part in _parts(spec, parallel)]
         others = (("z", heads * spec.value_dim), ("b", heads), ("a", heads))
         rest = [(f"{name}.in_proj_{one}", total, parallel.share(total)) for one, total in others]
-        return column_parallel(weights, [*qkv, *rest], hidden_size)
+        found: dict[str, Matrix] = {
+            f"{part} {rows}": weights.matrix(part, (total, hidden_size), rows=rows)
+            for part, total, rows in [*qkv, *rest]
+        }
+        if may_stack(list(found.values())):
+            return Linear(stacked(found)), None
+        every = list(found.items())
+        return Linear(stacked(dict(every[:-2]))), Linear(stacked(dict(every[-2:])))
 
-    def _gate(self, projected: Tensor) -> Tensor:
-        return projected[:, self._channels : -2 * self._num_heads]
+    def _projected(self, stream: Stream) -> Projected:
+        """Return the first projection's parts."""
+        whole = self._in(stream)
+        if self._gates is None:
+            whole, ba = whole.split([whole.shape[1] - 2 * self._num_heads, 2 * self._num_heads], 1)
+        else:
+            ba = self._gates(stream)
+        return Projected(whole[:, : self._channels], whole[:, self._channels :], ba)
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""
-        gate = self._gate(self._in(stream)).contiguous()
+        gate = self._projected(stream).gate.contiguous()
         return self._out.add_to(stream.hidden, gate, self._following)
 
     def __call__(
@@ -138,13 +158,7 @@ class GatedDeltaNet:
 
         wanted: tokens of which more is needed than their states, int [R]; None for all.
         """
-        projected = self._in(stream)
-        qkv = causal_conv(projected[:, : self._channels], self._conv, state.conv, rows)
-        gates = projected[:, -2 * self._num_heads :]
-        mixed = gated_delta(qkv, gates, self._decay, state.delta, rows)
-        gate = self._gate(projected)
+        mixed = delta_net(self._projected(stream), self._weights, state.conv, state.delta, rows)
         if wanted is not None:
-            stream = stream.of_rows(wanted)
-            mixed, gate = mixed.index_select(0, wanted), gate.index_select(0, wanted)
-        normed = gated_rms_norm(mixed, self._norm.weight, gate, self._norm.eps)
-        return self._out.add_to(stream.hidden, normed, self._following)
+            stream, mixed = stream.of_rows(wanted), mixed.index_select(0, wanted)
+        return self._out.add_to(stream.hidden, mixed, self._following)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -42,6 +42,12 @@ def product_of(matrix: Matrix, bias: Tensor | None) -> MatrixProduct:
         on = on_gpu(matrix.codes)
         return CodedGpuMatrix(matrix, bias) if on else CpuMatrix(matrix, bias)
     return GpuMatrix(matrix, bias) if on_gpu(matrix) else CpuMatrix(matrix, bias)
+
+
+def may_stack(parts: Sequence[Matrix]) -> bool:
+    """Return whether `stacked` takes these matrices."""
+    widen = any(isinstance(part, CodedMatrix) and part.may_widen for part in parts)
+    return widen or len({_form(part) for part in parts}) == 1
 
 
 def stacked(parts: Mapping[str, Matrix]) -> Matrix:

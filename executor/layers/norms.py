@@ -8,14 +8,14 @@ from torch import Tensor
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import NormSpec
-from sidestep.kernels.ops.rms_norm import OffsetNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import RmsNorm
 
 
 def load_norm(spec: NormSpec, weights: Weights, name: str, width: int) -> RmsNorm:
     """Return the norm of rows [.., width] whose weight has this name in the checkpoint."""
     weight = weights.get(name, (width,))
     if spec.offset:
-        return OffsetNorm(weight.float() + spec.offset, spec.eps)
+        return RmsNorm(weight.float() + spec.offset, spec.eps)
     return RmsNorm(weight, spec.eps)
 
 

@@ -1,12 +1,18 @@
 """The router of a mixture of experts in Triton: its product in float32, and the choice.
 
 The product's inputs are shared out among programs. The kernel that chooses adds their parts, always
-in the same order.
+in the same order. Where the product before the router has summed the squares of the stream, the
+programs also norm their inputs, so that no kernel of its own does.
+
+An expert that takes every token may be one more expert behind the others. Its gate is one more row
+of the router's weights then, and it is the last one of each row's.
 
 The reference of the choice is in kernels/ops/routing.py.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.ops.routing import TINY, Choice, Routed
+from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
+from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed
 
 _FEW_ROWS, _MANY_ROWS = 16, 64
 """Tokens of a program of the product. 16 are the fewest that the tensor cores multiply."""
@@ -51,29 +58,50 @@ def _of_best_groups(ranked, experts, SIZE: tl.constexpr, GROUPS: tl.constexpr, B
 def _router_product(
     x,
     weight,
+    norm,
+    squares,
+    normed,
+    eps,
     parts,
     T,
     D: tl.constexpr,
     E: tl.constexpr,
+    WIDE: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SUMMED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a part of the product in float32, that of STEP inputs: parts [D / STEP, T, E]."""
+    """Write a part of the product in float32, that of STEP inputs: parts [D / STEP, T, WIDE].
+
+    SQUARES: parts of the sum of each row's squares. With them, x is normed first, and the programs
+    of the first experts write the result.
+    """
     rows = tl.program_id(0) * M + tl.arange(0, M)
     experts = tl.program_id(1) * N + tl.arange(0, N)
     steps = tl.program_id(2) * STEP + tl.arange(0, STEP)
     inside = (steps < D)[None, :]
     readable = tl.minimum(experts, E - 1)[:, None]
     w = tl.load(weight + readable * D + steps[None, :], mask=inside, other=0.0)
+    if SQUARES > 0:
+        factor = tl.load(norm + steps, mask=steps < D, other=0.0).to(tl.float32)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     tokens = tl.minimum(rows, T - 1).to(tl.int64)[:, None]
     value = tl.load(x + tokens * D + steps[None, :], mask=inside, other=0.0)
+    if SQUARES > 0:
+        each = tl.arange(0, SUMMED)[None, :]
+        sums = tl.load(squares + tokens * SQUARES + each, mask=each < SQUARES, other=0.0)
+        scale = tl.rsqrt(tl.sum(sums, 1) / D + eps)[:, None]
+        dtype: tl.constexpr = x.dtype.element_ty
+        value = ((value.to(tl.float32) * scale).to(dtype).to(tl.float32) * factor).to(dtype)
+        own = tl.where(tl.program_id(1) == 0, T, 0)
+        tl.store(normed + tokens * D + steps[None, :], value, mask=inside & (rows < own)[:, None])
     product = tl.dot(value, w.T, input_precision="ieee")
-    target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * E + experts[None, :]
+    target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * WIDE + experts[None, :]
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
@@ -90,9 +118,12 @@ def _choose_experts(
     tiny,
     PARTS: tl.constexpr,
     E: tl.constexpr,
+    WIDE: tl.constexpr,
     CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
     BIAS: tl.constexpr,
     GROUPS: tl.constexpr,
     BEST: tl.constexpr,
@@ -101,7 +132,11 @@ def _choose_experts(
     KEPT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of a row."""
+    """Choose the experts of a row.
+
+    JOINED: whether a row also has the expert with the number E. GATED: whether the product has a
+    gate of that one behind the experts' logits.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -109,10 +144,12 @@ def _choose_experts(
     experts = tl.arange(0, WIDTH)
     known = experts < E
     acc = tl.zeros([WIDTH], tl.float32)
+    gate = 0.0
     for part in tl.static_range(PARTS):
-        acc += tl.load(
-            parts + (tl.full([], part, tl.int64) * T + row) * E + experts, mask=known, other=0.0
-        )
+        own = parts + (tl.full([], part, tl.int64) * T + row) * WIDE
+        acc += tl.load(own + experts, mask=known, other=0.0)
+        if GATED:
+            gate += tl.load(own + E)
     if product_bias is not None:
         acc += tl.load(product_bias + experts, mask=known, other=0.0)
     nothing = float("-inf")
@@ -142,7 +179,11 @@ def _choose_experts(
         best = tl.max(keys, 0)
         # A graph's padding may be NaN. It must still name an expert.
         index = tl.minimum(WIDTH - 1 - (best & 0xFFFFFFFF).to(tl.int32), E - 1)
-        score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
+        if BIAS or BEST < GROUPS:
+            score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
+        else:
+            # A score by which an expert is chosen is not negative: its bits are in their order.
+            score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
         total += score
         kept = tl.where(places == place, score, kept)
         found = tl.where(places == place, index, found)
@@ -152,9 +193,25 @@ def _choose_experts(
     if OWN < E:
         found -= first
         found = tl.where((found >= 0) & (found < OWN), found, -1)
-    target = row.to(tl.int64) * CHOSEN + places
-    tl.store(weights + target, kept * scale, mask=places < CHOSEN)
-    tl.store(ids + target, found, mask=places < CHOSEN)
+    kept *= scale
+    if JOINED:
+        found = tl.where(places == CHOSEN, E, found)
+        kept = tl.where(places == CHOSEN, 1.0 / (1.0 + tl.exp(-gate)) if GATED else 1.0, kept)
+    target = row.to(tl.int64) * (CHOSEN + JOINED) + places
+    tl.store(weights + target, kept, mask=places < CHOSEN + JOINED)
+    tl.store(ids + target, found, mask=places < CHOSEN + JOINED)
+
+
+class _Norming(NamedTuple):
+    """A norm that is computed with the product."""
+
+    weight: Tensor
+    """[D]"""
+    squares: Tensor
+    """See BegunNorm."""
+    out: Tensor
+    """[T, D]: memory for the result."""
+    eps: float
 
 
 def route(
@@ -164,28 +221,50 @@ def route(
     choice: Choice,
     own: range | None = None,
     product_bias: Tensor | None = None,
+    *,
+    joined: Joined | None = None,
+    norming: _Norming | None = None,
 ) -> Routed:
     """Return the experts of each row of x [T, D], contiguous.
 
     weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
     rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
-    the product with the weight.
+    the product with the weight. joined: the expert with the number E, which each row has too, as
+    the last one. norming: the norm of x, if x is not normed yet.
     """
     rows, width = x.shape
-    experts = weight.shape[0]
+    is_gated = joined is not None and joined.gated
+    outputs = weight.shape[0]
+    experts, count = outputs - is_gated, choice.num_chosen + (joined is not None)
     own = range(experts) if own is None else own
     routed = Routed(
-        x.new_empty(rows, choice.num_chosen, dtype=torch.int32),
-        x.new_empty(rows, choice.num_chosen, dtype=torch.float32),
+        x.new_empty(rows, count, dtype=torch.int32), x.new_empty(rows, count, dtype=torch.float32)
     )
     if rows == 0:
         return routed
     at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
     num_parts, kind = triton.cdiv(width, _STEP), pdl(x)
-    parts = x.new_empty(num_parts, rows, experts, dtype=torch.float32)
-    grid = triton.cdiv(rows, at_once), triton.cdiv(experts, _COLUMNS), num_parts
+    # Rows of whole 16 bytes, so that a thread loads four numbers at once.
+    wide = triton.cdiv(outputs, 4) * 4
+    parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
+    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
+    summed = 0 if norming is None else norming.squares.shape[1]
     _router_product[grid](
-        x, weight, parts, rows, width, experts, at_once, _COLUMNS, _STEP, num_warps=4, **kind
+        x,
+        weight,
+        *((None, None, None, 0.0) if norming is None else norming),
+        parts,
+        rows,
+        width,
+        outputs,
+        wide,
+        at_once,
+        _COLUMNS,
+        _STEP,
+        summed,
+        triton.next_power_of_2(max(1, summed)),
+        num_warps=4,
+        **kind,
     )
     _choose_experts[(rows,)](
         parts,
@@ -199,16 +278,41 @@ def route(
         TINY,
         num_parts,
         experts,
+        wide,
         choice.num_chosen,
         choice.sigmoid,
         choice.normalised,
+        joined is not None,
+        is_gated,
         bias is not None,
         choice.groups,
         choice.chosen_groups,
         len(own),
         triton.next_power_of_2(experts),
-        triton.next_power_of_2(choice.num_chosen),
+        triton.next_power_of_2(count),
         num_warps=1,
         **kind,
     )
     return routed
+
+
+def route_stream(
+    stream: Stream,
+    weight: Tensor,
+    bias: Tensor | None,
+    choice: Choice,
+    own: range | None = None,
+    product_bias: Tensor | None = None,
+    *,
+    joined: Joined | None = None,
+) -> tuple[Tensor, Routed]:
+    """Return the norm of a stream, and the experts of its rows as `route` does."""
+    router = weight, bias, choice, own, product_bias
+    if stream.done is not None or not isinstance(stream.begun, BegunNorm):
+        normed = stream.normed()
+        return normed, route(normed, *router, joined=joined)
+    norming = _Norming(
+        stream.norm.weight, stream.begun.squares, torch.empty_like(stream.hidden), stream.norm.eps
+    )
+    routed = route(stream.hidden, *router, joined=joined, norming=norming)
+    return norming.out, routed

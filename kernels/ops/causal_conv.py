@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.silu_mul import each_row
 from sidestep.kernels.recurrent.state_rows import StateRow, StateRows, rows_on_host
 
@@ -18,10 +17,6 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
     updated as `rows` says. Sums are float32 and rounded to x's type before and after the
     activation.
     """
-    if on_gpu(x):
-        from sidestep.kernels.recurrent.causal_conv_triton import causal_conv as launch
-
-        return launch(x, weight, state, rows)
     out = x.new_zeros(x.shape)
     factors = weight.float().T.contiguous()
     for row in rows_on_host(rows):

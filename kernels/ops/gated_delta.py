@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.causal_conv import causal_conv
+from sidestep.kernels.ops.rms_norm import gated_rms_norm
 from sidestep.kernels.ops.silu_mul import each_row, row_sigmoid
+from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
 from sidestep.kernels.recurrent.state_rows import (
     CHUNK,
     FEW_TOKENS,
@@ -39,6 +42,24 @@ class Decay:
     bias: Tensor
 
 
+def delta_net(
+    projected: Projected, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows
+) -> Tensor:
+    """Return the results [T, Hv * Dv] of a gated delta net between its projections.
+
+    They are the convolution, the delta rule, and its gated norm. conv [N, C, K - 1], in the
+    projections' type, and state float32 [N, Hv, Dk, Dv] are updated as `rows` says.
+    """
+    if on_gpu(projected.qkv):
+        from sidestep.kernels.recurrent.delta_net_triton import delta_net as launch
+
+        return launch(projected, weights, conv, state, rows, NORM_EPS)
+    qkv = causal_conv(projected.qkv, weights.conv, conv, rows)
+    decay = Decay(weights.a_log, weights.bias)
+    mixed = gated_delta(qkv, projected.ba, decay, state, rows)
+    return gated_rms_norm(mixed, weights.norm, projected.gate, weights.norm_eps)
+
+
 def gated_delta(qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor, rows: StateRows) -> Tensor:
     """Return the outputs [T, Hv * Dv] in qkv's type.
 
@@ -47,10 +68,6 @@ def gated_delta(qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor, rows: Stat
     behind all of those the input of the decay. state float32 [N, Hv, Dk, Dv], updated as `rows`
     says. All is computed in float32.
     """
-    if on_gpu(qkv):
-        from sidestep.kernels.recurrent.gated_delta_triton import gated_delta as launch
-
-        return launch(qkv, ba, decay.a_log, decay.bias, state, rows, NORM_EPS)
     tokens = _Tokens.of(qkv, ba, decay, state)
     out = qkv.new_zeros(len(qkv), state.shape[1] * state.shape[3])
     for row in rows_on_host(rows):

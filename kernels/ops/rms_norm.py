@@ -36,10 +36,6 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
 
     x [T, H * D]; weight [D]; gate [T, H * D], whose rows may lie apart. The product is float32.
     """
-    if on_gpu(x):
-        from sidestep.kernels.recurrent.gated_norm_triton import gated_rms_norm as launch
-
-        return launch(x, weight, gate, eps)
     heads = rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
     return (heads * each_row(torch.ops.aten.silu.out, gate.float())).to(x.dtype)
 
@@ -49,6 +45,8 @@ class RmsNorm:
     """A norm with its weight [D]."""
 
     weight: Tensor
+    """In the run's type; float32 where a checkpoint's weights are added to an offset. In a narrower
+    type the sums would lose what distinguishes them from it."""
     eps: float
 
     @property
@@ -59,18 +57,6 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., D]."""
         return rms_norm(x, self.weight, self.eps)
-
-
-class OffsetNorm(RmsNorm):
-    """A norm whose weights are float32, as sums of an offset and a checkpoint's weights.
-
-    In a narrower type the sums would lose what distinguishes them from the offset.
-    """
-
-    @property
-    def may_begin(self) -> bool:
-        """No: a product takes weights of its own type."""
-        return False
 
 
 class NoNorm(RmsNorm):

@@ -25,8 +25,16 @@ class Choice(NamedTuple):
     chosen_groups: int = 1
 
 
+class Joined(NamedTuple):
+    """An expert that takes every token, as one more behind those that are chosen."""
+
+    gated: bool
+    """Whether its result is multiplied with the sigmoid of the product with the last row of the
+    router's weights. Else it is taken as it is."""
+
+
 class Routed(NamedTuple):
-    """The experts of some tokens, the one with the largest score first."""
+    """The experts of some tokens: by descending scores, and behind them one that is joined."""
 
     ids: Tensor
     """int32 [T, k]; negative for experts of other ranks."""

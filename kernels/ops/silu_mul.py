@@ -68,6 +68,19 @@ def each_row(activation: Callable[..., Tensor], x: Tensor) -> Tensor:
     return by_rows(activation, torch.nn.functional.pad(x, (0, 1))[:, :-1])
 
 
+def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
+    """Multiply x [T, N] with the sigmoid of gate [T, N], in place.
+
+    The sigmoid is rounded to x's type. The rows of both may lie apart.
+    """
+    if on_gpu(x):
+        from sidestep.kernels.triton.sigmoid_mul_triton import sigmoid_mul as launch
+
+        launch(x, gate)
+    else:
+        x.mul_(row_sigmoid(gate))
+
+
 def row_sigmoid(x: Tensor) -> Tensor:
     """Return the sigmoid of x [T, N], where a row's bits depend on that row alone."""
     return torch.sigmoid(x) if on_gpu(x) else each_row(torch.ops.aten.sigmoid.out, x)

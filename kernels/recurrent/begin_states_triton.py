@@ -12,11 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import completes
 
 _BLOCK = 128
 """Rows of a program."""
 
 
+@completes("begins")
 @triton.jit(do_not_specialize=("slot_stride",))
 def _begin_states(
     header,

@@ -1,4 +1,6 @@
-"""The causal convolution in Triton, with its states. The reference is kernels/ops/causal_conv.py.
+"""The causal convolution of rows of many tokens in Triton, with its states.
+
+The reference is kernels/ops/causal_conv.py; rows of few tokens are in few_rows_triton.py.
 
 A program computes some channels of some consecutive tokens of a row. The program of a row's first
 tokens also reads the row's state and writes the states after it, so that a state may be replaced.
@@ -13,11 +15,14 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.recurrent.row_tiles_triton import find_tile
-from sidestep.kernels.recurrent.state_rows import StateRows
+from sidestep.kernels.recurrent.state_rows import FEW_TOKENS, StateRows
+
+_TOKENS, _CHANNELS = 32, 64
+"""Tokens and channels of a program."""
 
 
 @triton.jit
-def _inputs(x, x_stride, first, place, channels, state, known, there, C, K: tl.constexpr):
+def inputs_at(x, x_stride, first, place, channels, state, known, there, C, K: tl.constexpr):
     """Return the inputs at `place`, counted from a row's first token, in float32.
 
     Negative places are in the row's state, whose K - 1 inputs end before the first token. known: C
@@ -41,7 +46,6 @@ def _causal_conv(
     query_starts,
     state_in,
     state_out,
-    settled,
     save_starts,
     save_offsets,
     save_rows,
@@ -54,13 +58,13 @@ def _causal_conv(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
-    ENDS: tl.constexpr,
+    FEW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row, tile, first, count = find_tile(query_starts, rows, tl.program_id(0), 0, TOKENS, ROWS)
+    row, tile, first, count = find_tile(query_starts, rows, tl.program_id(0), FEW, TOKENS, ROWS)
     if row >= rows:
         return
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
@@ -72,7 +76,7 @@ def _causal_conv(
     for tap in tl.static_range(K):
         factor = tl.load(weight + channels * K + tap, mask=channels < C, other=0.0).to(tl.float32)
         back = places + (tap - K + 1)
-        total += factor * _inputs(x, x_stride, first, back, channels, old, known, there, C, K)
+        total += factor * inputs_at(x, x_stride, first, back, channels, old, known, there, C, K)
     dtype: tl.constexpr = out.dtype.element_ty
     total = total.to(dtype).to(tl.float32)
     silu = (total / (1.0 + tl.exp(-total))).to(dtype)
@@ -85,30 +89,28 @@ def _causal_conv(
     cells = channels * (K - 1) + kept
     for save in range(tl.load(save_starts + row), tl.load(save_starts + row + 1)):
         place = tl.load(save_offsets + save) - (K - 1) + kept
-        value = _inputs(x, x_stride, first, place, channels, old, known, kept < K - 1, C, K)
+        value = inputs_at(x, x_stride, first, place, channels, old, known, kept < K - 1, C, K)
         saved = state + tl.load(save_rows + save).to(tl.int64) * state_stride
         tl.store(saved + cells, value.to(dtype), mask=written)
     end = tl.load(state_out + row).to(tl.int64)
     if end >= 0:
-        # The states after the settled tokens and after each draft, one below the other.
-        every = tl.arange(0, ENDS * KEPT)[:, None]
-        sure, drafts, within = tl.load(settled + row), every // KEPT, every % KEPT
-        counts = (within < K - 1) & (sure + drafts <= count)
-        last = sure + drafts - (K - 1) + within
-        values = _inputs(x, x_stride, first, last, channels, old, known, counts, C, K)
+        # No token of a long row is a draft.
+        last = count - (K - 1) + kept
+        values = inputs_at(x, x_stride, first, last, channels, old, known, kept < K - 1, C, K)
         # All threads have read the old state before one writes over it.
         tl.debug_barrier()
-        target = state + (end + drafts) * state_stride + channels * (K - 1) + within
-        tl.store(target, values.to(dtype), mask=counts & (channels < C))
+        tl.store(state + end * state_stride + cells, values.to(dtype), mask=written)
 
 
 def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Tensor:
-    """Return SiLU of the convolution, [T, C]. x [T, C] has contiguous rows; see the reference."""
+    """Return SiLU of the convolution, [T, C], of rows with more than FEW_TOKENS.
+
+    x [T, C] has contiguous rows; see the reference.
+    """
     tokens, channels = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_rows, kernel = len(rows.state_in), weight.shape[1]
-    tile, width = (32, 64) if rows.max_long_tokens else (8, 128)
-    grid = (tokens // tile + num_rows, triton.cdiv(channels, width))
+    grid = (tokens // _TOKENS + num_rows, triton.cdiv(channels, _CHANNELS))
     _causal_conv[grid](
         x,
         weight,
@@ -116,7 +118,6 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         rows.query_starts,
         rows.state_in,
         rows.state_out,
-        rows.settled,
         rows.save_starts,
         rows.save_offsets,
         rows.save_rows,
@@ -126,10 +127,10 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         num_rows,
         channels,
         kernel,
-        tile,
-        width,
+        _TOKENS,
+        _CHANNELS,
         triton.next_power_of_2(num_rows),
-        triton.next_power_of_2(1 + rows.max_drafts),
+        FEW_TOKENS,
         num_warps=4,
         **pdl(x),
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.ops import silu_mul as reference
+from sidestep.kernels.triton.sigmoid_mul_triton import sigmoid_mul
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
 from tests.triton.support import (
     DEVICE,
@@ -16,6 +17,7 @@ from tests.triton.support import (
     assert_close,
     guarded,
     needs_gpu,
+    poisoned,
     unchanged,
 )
 
@@ -55,3 +57,16 @@ def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> No
     # The exponential may differ in its last bit, which rarely moves a value across a rounding
     # border.
     assert (silu_mul(gate_up) != reference.silu_mul(gate_up)).float().mean() < 5e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 40), (2, 513)])
+def test_the_gate_of_attention(rows: int, size: int, dtype: torch.dtype) -> None:
+    values = Values(rows * size)
+    x = guarded(values.normal(rows, size, dtype=dtype))
+    gate = poisoned(rows, size + 9, dtype=dtype)[:, 5:-4]
+    gate.copy_(values.normal(rows, size, dtype=dtype, scale=3))
+    expected = x.double() * gate.double().sigmoid()
+    with unchanged(gate=gate), PoisonedAllocations():
+        sigmoid_mul(x, gate)
+    assert_close(x, expected)

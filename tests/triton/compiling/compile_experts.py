@@ -5,7 +5,8 @@ from __future__ import annotations
 from sidestep.kernels.experts import experts_triton, routing_triton
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.ops.routing import Choice, Routed
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.routing import Choice, Joined, Routed
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, u8
 
@@ -28,6 +29,12 @@ def launch_experts(*_: object) -> None:
                 experts_triton.multiply_experts(
                     x, routed, gate_up, down, bf16(rows, hidden), add=add, gelu=gelu
                 )
+        stream = Stream(
+            bf16(8, hidden), RmsNorm(f32(hidden), 1e-6), BegunNorm(bf16(8, hidden), f32(8, 32))
+        )
+        routing_triton.route_stream(
+            stream, bf16(experts + 1, hidden), bias, choice, joined=Joined(gated=True)
+        )
         half = experts // 2
         for rows in (1, TOKENS):
             x, weight = bf16(rows, hidden), bf16(experts, hidden)

@@ -46,12 +46,8 @@ from sidestep.kernels.products import (
     skinny_linear_triton,
     streamed_config,
 )
-from sidestep.kernels.recurrent import (
-    begin_states_triton,
-    causal_conv_triton,
-    gated_delta_triton,
-    gated_norm_triton,
-)
+from sidestep.kernels.recurrent import begin_states_triton, delta_net_triton
+from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
 from sidestep.kernels.recurrent.state_rows import StateRows
 from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
@@ -60,6 +56,7 @@ from sidestep.kernels.triton import (
     prepare_step_triton,
     rms_norm_triton,
     sampling_triton,
+    sigmoid_mul_triton,
     silu_mul_triton,
     token_masks_triton,
 )
@@ -124,6 +121,7 @@ def launch_common(model: Model, page: int, window: int) -> None:
     x, weight = bf16(TOKENS, model.hidden), bf16(model.hidden)
     rms_norm_triton.rms_norm(x, weight, 1e-6)
     silu_mul_triton.silu_mul(bf16(TOKENS, 2 * model.inner))
+    sigmoid_mul_triton.sigmoid_mul(bf16(TOKENS, model.inner), bf16(TOKENS, model.inner))
     block_copy_triton.copy_blocks(
         i32(28, BLOCKS, model.kv_heads * page * model.dim), i32(5), i32(5)
     )
@@ -324,7 +322,11 @@ def launch_recurrent(model: Model, page: int, window: int) -> None:
     """Launch the gated delta net of Qwen3-Next: steps of decode rows, and with prompts."""
     keys, values, dim = 16, 32, 128
     width = (2 * keys + values) * dim
-    projected, weights = bf16(TOKENS, width + values * (dim + 2)), f32(values)
+    whole, weights = bf16(TOKENS, width + values * (dim + 2)), f32(values)
+    projected = Projected(
+        whole[:, :width], whole[:, width : width + values * dim], whole[:, -2 * values :]
+    )
+    delta = DeltaWeights(bf16(width, 4), weights, weights, bf16(dim), 1e-6)
     conv_state, state = bf16(SLOTS, width, 3), f32(SLOTS, values, dim, dim)
     for long_rows, drafts in ((0, 0), (0, QUERIES - 1), (4, 0)):
         rows = StateRows(
@@ -339,9 +341,7 @@ def launch_recurrent(model: Model, page: int, window: int) -> None:
             max_long_rows=long_rows,
             max_drafts=drafts,
         )
-        qkv = causal_conv_triton.causal_conv(projected[:, :width], bf16(width, 4), conv_state, rows)
-        gates = projected[:, -2 * values :]
-        out = gated_delta_triton.gated_delta(qkv, gates, weights, weights, state, rows, 1e-6)
+        delta_net_triton.delta_net(projected, delta, conv_state, state, rows, 1e-6)
     begin_states_triton.begin_states(
         i32(ROWS),
         rows.state_in,
@@ -353,8 +353,6 @@ def launch_recurrent(model: Model, page: int, window: int) -> None:
         settled_at=i32(SLOTS),
         width=QUERIES,
     )
-    gate = projected[:, width : width + values * dim]
-    gated_norm_triton.gated_rms_norm(out, bf16(dim), gate, 1e-6)
 
 
 ConfigOf = Callable[[int, int, bool], own_linear.Config]

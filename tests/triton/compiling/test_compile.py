@@ -28,6 +28,7 @@ token's end beside their loops. The inverse of a chunk's system takes all regist
 COMMON = {
     "_rms_norm",
     "_silu_mul",
+    "_sigmoid_mul",
     "_copy_blocks",
     "_mask_logits",
     "_mask_tokens",
@@ -82,7 +83,7 @@ QUANTIZED = {
 RECURRENT = {
     "_begin_states",
     "_causal_conv",
-    "_few_tokens",
+    "_few_rows",
     "_chunk_systems",
     "_chunk_scan",
     "_chunk_saves",

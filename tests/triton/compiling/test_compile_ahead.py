@@ -103,7 +103,7 @@ def test_recurrent_layers_need_the_same_kernels(tmp_path: Path) -> None:
     ):
         assert without == with_memory
         kernels = {key.split()[0] for key in without}
-        assert {"_causal_conv", "_few_tokens", "_chunk_systems", "_chunk_saves"} <= kernels
+        assert {"_causal_conv", "_few_rows", "_chunk_systems", "_chunk_saves"} <= kernels
         assert ("_begin_states" in kernels) == bool(drafts)
 
 

@@ -13,10 +13,10 @@ from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
 from sidestep.kernels.experts.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import route
+from sidestep.kernels.experts.routing_triton import route, route_stream
 from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
-from sidestep.kernels.ops.rms_norm import RmsNorm
-from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
 from tests.triton.quantized.coded_matrices import guarded_codes
 from tests.triton.support import (
     DEVICE,
@@ -28,6 +28,7 @@ from tests.triton.support import (
     assert_close,
     guarded,
     int32,
+    poisoned,
     unchanged,
 )
 
@@ -323,6 +324,46 @@ def test_the_choice_equals_the_reference(choice: Choice, biased: bool) -> None:
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     torch.testing.assert_close(got.weights.cpu(), expected.weights)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_joined_expert_is_behind_those_that_are_chosen(gated: bool) -> None:
+    values, choice = Values(9), Choice(3, normalised=True, scale=2.5)
+    x = guarded(values.normal(19, 70, dtype=torch.float32))
+    weight = guarded(values.normal(12 + gated, 70, dtype=torch.float32, scale=0.2))
+    with unchanged(x=x, weight=weight), PoisonedAllocations():
+        got = route(x, weight, None, choice, joined=Joined(gated=gated))
+    logits = (x.double() @ weight.double().T).float().cpu()
+    expected = choose_experts(logits[:, :12].contiguous(), None, choice)
+    assert torch.equal(got.ids.cpu()[:, :3], expected.ids)
+    assert got.ids[:, 3].tolist() == [12] * 19
+    torch.testing.assert_close(got.weights.cpu()[:, :3], expected.weights)
+    factor = torch.sigmoid(logits[:, 12]) if gated else torch.ones(19)
+    torch.testing.assert_close(got.weights.cpu()[:, 3], factor)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_the_router_norms_a_stream_whose_squares_are_summed(rows: int) -> None:
+    values, choice, width = Values(10), Choice(3), 600
+    hidden = guarded(values.normal(rows, width, dtype=torch.float32))
+    weight = guarded(values.normal(12, width, dtype=torch.float32, scale=0.2))
+    norm = RmsNorm(guarded(values.normal(width, dtype=torch.float32)), 1e-5)
+    squares = guarded(torch.stack([p.square().sum(1) for p in hidden.split(150, 1)], 1))
+    begun = BegunNorm(poisoned(rows, width, dtype=torch.float32), squares)
+    with unchanged(hidden=hidden, weight=weight, squares=squares), PoisonedAllocations():
+        normed, routed = route_stream(Stream(hidden, norm, begun), weight, None, choice)
+    expected = _norm_of(hidden, norm)
+    torch.testing.assert_close(normed.cpu(), expected)
+    again, alike = route_stream(Stream(hidden, norm), weight, None, choice)
+    torch.testing.assert_close(again.cpu(), expected)
+    assert torch.equal(routed.ids, alike.ids)
+    torch.testing.assert_close(routed.weights, alike.weights)
+
+
+def _norm_of(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    wide = x.cpu().double()
+    scale = (wide.square().mean(1, keepdim=True) + norm.eps).rsqrt()
+    return (wide * scale * norm.weight.cpu().double()).float()
 
 
 @pytest.mark.parametrize("own", [range(4), range(4, 8), range(8, 12)], ids=str)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from sidestep.executor.gpu import gpu_runner
 from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.layers.experts import Router
 from sidestep.executor.recurrent import state_words
 from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
@@ -96,6 +99,33 @@ def test_a_request_begins_from_a_saved_state(
     with standing_in():
         assert tokens_of(runner, steps_with_a_checkpoint()) == expected
     assert [len(tokens) for tokens in expected] == [0, 0, 0, 1, 2, 2]
+
+
+def test_a_shared_expert_that_is_one_more_of_the_others(
+    tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare it with a CPU's, where it is by itself; attention has a gate too."""
+    path = write_model(
+        "qwen3-next",
+        tmp_path,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        mlp_only_layers=[],
+        shared_expert_intermediate_size=24,
+    )
+    alone = tokens_of(make_runner(path), steps_with_a_checkpoint())
+    joined = []
+    join = Router.join
+
+    def note(router: Router, gate: Tensor | None) -> None:
+        joined.append(router)
+        join(router, gate)
+
+    monkeypatch.setattr(Router, "join", note)
+    with standing_in():
+        made = GpuRunner(worker_args(path))
+        assert tokens_of(made, steps_with_a_checkpoint()) == alone
+    assert len(joined) == 2
 
 
 @pytest.mark.parametrize("few", [state_words.FEW_SAVES, 0])

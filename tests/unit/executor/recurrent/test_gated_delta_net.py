@@ -13,8 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from sidestep.executor.layers.gated_delta import DeltaState, GatedDeltaNet, new_delta_state
 from sidestep.executor.parallel.parallel_state import LoneRank, Parallel
+from sidestep.executor.quantization.encode import encode
 from sidestep.executor.weights.grouped_heads import GroupedHeads
-from sidestep.executor.weights.weight_loader import Weights
+from sidestep.executor.weights.weight_loader import Matrix, Weights
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 from sidestep.kernels.ops.rms_norm import NoNorm, Stream
 from tests.counting_weights import CountingWeights
@@ -111,6 +113,37 @@ def test_the_parts_of_two_ranks_sum_to_the_whole(kind: str) -> None:
         heads.append(state.delta)
     close(total, expected)
     close(torch.cat(heads, 1), whole.delta)
+
+
+class CodedWeights(GivenWeights):
+    """The same with all matrices in codes, but for the inputs of the decay."""
+
+    def matrix(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> Matrix:
+        """Return the codes of the matrix; its part where no more is asked for."""
+        own = self.get(f"{name}.weight", shape, rows, columns)
+        return own if name.endswith("in_proj_ba") else encode(own, WeightScheme(kind="int8"))
+
+
+def test_inputs_of_the_decay_may_be_in_another_form() -> None:
+    """Checkpoints in FP8 leave in_proj_ba as it was, since its parts are smaller than blocks."""
+    reference, x, norm = theirs("qwen3_next"), torch.randn(9, HIDDEN), NoNorm(torch.ones(HIDDEN), 0)
+    weights = CodedWeights(reference.state_dict(), f"{NAME}.")
+    layer = GatedDeltaNet(
+        SPEC, HIDDEN, GroupedHeads(weights, SPEC), NAME, norm, Parallel(), norm_eps=EPS
+    )
+    for name in ("in_proj_qkvz", "out_proj"):
+        own = cast(Any, getattr(reference, name)).weight
+        own.data = encode(own.data, WeightScheme(kind="int8")).decoded()
+    state = new_delta_state(SPEC, 1, Parallel(), torch.float32, CPU)
+    made = run(layer, x, state, [9], [-1], [0])
+    size = made.abs().max()
+    torch.testing.assert_close(made / size, reference(x[None])[0] / size, rtol=1e-3, atol=1e-3)
 
 
 def test_only_the_wanted_tokens_go_on() -> None:
