@@ -1,13 +1,15 @@
-"""A GPU's worker after an exception in a step: requests go on, with captured graphs and without."""
+"""A GPU's worker after a fault in a step: requests go on, with captured graphs and without."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sidestep import LLM, RequestError, SamplingParams
+from benchmarks.recovery.breaker import TARGET as BREAKER
+from sidestep import LLM, AsyncLLM, EngineArgs, RequestError, RequestOutputKind, SamplingParams
 from tests.e2e.models import random_prompts, write_model
 from tests.e2e.output.failing_processor import TARGET
 
@@ -42,3 +44,35 @@ def test_requests_go_on_and_the_one_to_blame_ends_alone(
             llm.generate(PROMPTS[8], wrong, use_tqdm=False)
         outputs = llm.generate(PROMPTS[:8], params()[:8], use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == tokens[0][:8]
+
+
+async def test_streams_go_on_after_a_kernel_has_trapped(model_folder: Path) -> None:
+    """The device is of no use to that worker any more, so a new one takes its place."""
+    path, file = write_model("llama-gqa", model_folder), model_folder / "break"
+    wish = {"Breaker": {"fault": "trap", "file": str(file)}}
+
+    async def stream(index: int) -> list[int]:
+        some = SamplingParams(
+            max_tokens=60,
+            ignore_eos=True,
+            temperature=0,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=wish if index == 0 else None,
+        )
+        tokens = list[int]()
+        async for output in llm.generate(PROMPTS[index], some):
+            tokens += output.outputs[0].token_ids
+            if index == 0 and breaks and len(tokens) == 20:
+                file.touch()
+        return tokens
+
+    options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256}
+    args = EngineArgs(model=path, logits_processors=[BREAKER], **options)
+    async with AsyncLLM.from_engine_args(args) as llm:
+        breaks = False
+        expected = await asyncio.gather(*map(stream, range(len(PROMPTS))))
+        breaks = True
+        found = await asyncio.gather(*map(stream, range(len(PROMPTS))))
+        assert llm.recovery.restarts == {"worker": 1}
+    assert not file.exists()
+    assert found == expected
