@@ -218,6 +218,7 @@ def engine_args(args: argparse.Namespace, folder: str) -> EngineArgs:
         "logits_processors": [TARGET],
         "max_model_len": 2048,
         "restart_limit": 100,
+        "crash_dir": folder,
         # So that a replay computes all tokens, as an engine does which gets them as a prompt.
         "enable_prefix_caching": False,
     }
