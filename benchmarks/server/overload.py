@@ -64,7 +64,7 @@ class Load:
     memory: list[dict[str, float]] = field(default_factory=list)
     """MB of each process, ten times a load."""
 
-    def ttft(self, percent: float) -> float:
+    def ttft(self, percent: int) -> float:
         """Return a percentile of the seconds to the first token of the admitted."""
         return percentile([sample.ttft for sample in self.admitted], percent)
 
@@ -92,7 +92,7 @@ class Clients:
         self._pid = pid
 
     async def closed(self, clients: int, seconds: float) -> float:
-        """Return the requests a second that end while so many clients ask again and again."""
+        """Return the requests a second that end while clients ask again and again."""
         until, ends = time.monotonic() + seconds, list[float]()
         requests = planned(clients * 400, itertools.repeat(0.0), seed=1)
 

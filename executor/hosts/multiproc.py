@@ -23,6 +23,7 @@ from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Said
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.rank_answers import RankAnswers
+from sidestep.executor.hosts.rank_failures import RankFailures
 from sidestep.executor.hosts.remote_ranks import RemoteRanks
 from sidestep.executor.processes.worker import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
@@ -69,8 +70,9 @@ class MultiprocExecutor(Executor):
         self._gone: list[int] = []
         """Ranks that have ended without reporting a failure."""
         self._answers = RankAnswers(self._world, self._name)
-        self._num_resets = 0
-        """Resets that the worker has not reported yet; what comes before that is dropped."""
+        self._num_resets = [0] * self._world
+        """By rank: resets that it has not reported yet; what comes before that is dropped."""
+        self._step_failures = RankFailures(self._world)
 
     def what_devices_need(self) -> str | None:
         """Return what the replica's GPUs need before they can be used again; None if nothing."""
@@ -141,16 +143,23 @@ class MultiprocExecutor(Executor):
             raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
     def reset(self) -> None:
-        """Have the only rank forget all requests."""
-        self._num_resets += 1
+        """Have all ranks forget all requests."""
+        self._num_resets = [number + 1 for number in self._num_resets]
         self._send([], Order.RESET)
 
     def poll(self) -> StepOutput | StepFailed | None:
         """Return the next output if it is there."""
         output = self._hear_all()
-        if output is None and self._has_failed:
+        if output is not None:
+            self._step_failures.ran(output.step_id)
+            return output
+        if self._has_failed:
             raise EngineDeadError(self._cause())
-        return output
+        return self._step_failures.take_agreed()
+
+    def next_look(self) -> float | None:
+        """Return the time until which ranks may report a step that has failed on another."""
+        return self._step_failures.next_look
 
     def fileno(self) -> int:
         """Return the descriptor of a selector over the ranks' doorbells."""
@@ -188,8 +197,8 @@ class MultiprocExecutor(Executor):
             if self._has_failed:
                 raise EngineStartError(self._cause())
 
-    def _hear_all(self) -> StepOutput | StepFailed | None:
-        """Return the next output or failed step; handle the messages that come before it.
+    def _hear_all(self) -> StepOutput | None:
+        """Return the next output; handle the messages that come before it.
 
         All doorbells are silent after it has returned None.
         """
@@ -199,21 +208,22 @@ class MultiprocExecutor(Executor):
                     return output
         return None
 
-    def _take(self, said: Said, ahead_ns: int) -> StepOutput | StepFailed | None:
-        """Handle a rank's message, and return it if it is the next output or failed step.
+    def _take(self, said: Said, ahead_ns: int) -> StepOutput | None:
+        """Handle a rank's message, and return it if it is the next output.
 
         ahead_ns: nanoseconds by which the clock of the rank's host is ahead.
         """
         rank, kind, data = said
         if kind == Reply.OUTPUT:
-            if not self._num_resets:
+            if not self._num_resets[rank]:
                 output = StepOutput.decode(data)
                 return _by_own_clock(output, ahead_ns) if ahead_ns else output
         elif kind == Reply.STEP_FAILED:
-            if not self._num_resets:
-                return self._named(rank, msgspec.msgpack.decode(data, type=StepFailed))
+            if not self._num_resets[rank]:
+                failed = msgspec.msgpack.decode(data, type=StepFailed)
+                self._step_failures.take(rank, self._named(rank, failed))
         elif kind == Reply.RESET:
-            self._num_resets -= 1
+            self._num_resets[rank] -= 1
         elif kind == Reply.ANSWER:
             self._answers.take(rank, decode_answer(data))
         elif kind == Reply.READY:

@@ -8,7 +8,8 @@ back behind the outputs of the steps before it.
 
 A step may raise and leave the worker able to go on (step_failure.py). The report goes back in the
 place of the output. Then no step is run until the core has had the tables reset, and what is sent
-behind that order belongs to new steps.
+behind that order belongs to new steps. With several ranks, the core compares their reports
+(rank_failures.py).
 """
 
 from __future__ import annotations
@@ -80,6 +81,25 @@ class Reply(enum.IntEnum):
     """Said in the place of a worker that has ended; see executor/hosts/host_ranks.py."""
 
 
+class Resets(enum.Enum):
+    """The exceptions in a step after which a worker may go on."""
+
+    NEVER = 0
+    """In a pipeline another stage may wait for what this one was to send or to receive."""
+    ALIKE = 1
+    """Exceptions that come to all ranks of the replica at the same place, where none waits for
+    another: in the host's parts of a step."""
+    ALONE = 2
+    """All that leave the device usable: the replica has one rank."""
+
+    @classmethod
+    def of(cls, args: WorkerArgs) -> Resets:
+        """Return those of a replica's ranks."""
+        if args.parallel.pipeline_parallel_size > 1:
+            return cls.NEVER
+        return cls.ALONE if args.parallel.num_ranks == 1 else cls.ALIKE
+
+
 class Failure(msgspec.Struct, frozen=True):
     """A worker's report of why it ends."""
 
@@ -123,7 +143,7 @@ class Launched(Outgoing):
     received_ns: int
     launched_ns: int
     resets: bool
-    """Whether the worker may go on after an exception."""
+    """Whether the worker may go on if the device's part of the step fails."""
 
     @property
     def ready(self) -> bool:
@@ -279,8 +299,7 @@ def main(raw: bytes) -> None:
         if faults:
             runner = FaultyRunner(runner, faults)
             steps = FaultyReader(args.steps, args.reader, faults)
-        # With several ranks, the others may wait within the step for this one.
-        resets = args.worker.parallel.num_ranks == 1
+        resets = Resets.of(args.worker)
         run_steps(runner, steps, replies, answers=args.worker.answers, resets=resets)
     except RingClosed:
         pass  # the core has ended
@@ -290,7 +309,12 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(
-    runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool, resets: bool = False
+    runner: Runner,
+    steps: RingReader,
+    replies: RingWriter,
+    *,
+    answers: bool,
+    resets: Resets = Resets.NEVER,
 ) -> None:
     """Run steps and answer calls until the core closes the ring. Only one rank sends outputs.
 
@@ -328,14 +352,16 @@ def run_steps(
             reset(runner, drain)
             continue
         except Exception as error:
-            failed = failure_of(error, step.step_id) if resets else None
+            place = runner.place if resets is Resets.ALIKE else 0
+            failed = None if resets is Resets.NEVER else failure_of(error, step.step_id, place)
             if failed is None:
                 raise
             drain.put(Saying(Reply.STEP_FAILED, msgspec.msgpack.encode(failed)))
             has_failed = True
             continue
         if answers:
-            drain.put(Launched(pending, step.step_id, received, time.monotonic_ns(), resets))
+            is_alone = resets is Resets.ALONE
+            drain.put(Launched(pending, step.step_id, received, time.monotonic_ns(), is_alone))
 
 
 def reset(runner: Runner, drain: OutputDrain) -> None:

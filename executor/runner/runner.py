@@ -159,6 +159,12 @@ class Runner(abc.ABC):
     """Facts that the rank found out while it was loaded."""
     calls: Sequence[object]
     """The parts that answer calls (executor/runner/worker_calls.py)."""
+    place: int | None = 0
+    """Number of the part of the step that runs now, or that has raised.
+
+    Ranks of a stage that raise in the same part have launched the same operations among ranks. None
+    in a part that has such operations: there another rank may wait for the one that raises.
+    """
 
     @abc.abstractmethod
     def __init__(self, args: WorkerArgs) -> None:
