@@ -22,20 +22,18 @@ import argparse
 import asyncio
 import itertools
 import json
-import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.server.live_server import serving
 from sidestep.frontend.api.event_loop import new_event_loop
 from sidestep.frontend.bench.http_stream import BusyError, HttpServer
 from sidestep.frontend.bench.load import Lengths, PlannedRequest, arrivals, random_requests
@@ -43,7 +41,6 @@ from sidestep.frontend.bench.load_http import HttpTarget
 from sidestep.frontend.bench.load_report import Sample, percentile
 from sidestep.ipc.common.errors import RequestError
 
-ROOT = Path(__file__).resolve().parents[2]
 INPUTS, OUTPUTS = Lengths(32, 64), Lengths(32, 64)
 VOCAB = 250
 """Token ids below this are those of single bytes, so every token has a text."""
@@ -176,36 +173,11 @@ def memory_of(pid: int) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def serving(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """Yield the URL and the process of a server."""
-    options = {
-        "port": 0,
-        "device": "fake",
-        "fake-step-ms": args.step_ms,
-        "max-num-seqs": args.seqs,
-        "max-num-queued-reqs": args.queued,
-    }
-    command = [sys.executable, "-m", "sidestep", "serve"]
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as server:
-        assert server.stderr is not None
-        url = next(
-            found[1] for line in server.stderr if (found := re.match(r"serving \S+ at (\S+)", line))
-        )
-        threading.Thread(target=server.stderr.read, daemon=True).start()
-        try:
-            yield url, server.pid
-        finally:
-            server.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                server.wait(10)
-            server.kill()
-
-
 async def run(args: argparse.Namespace) -> list[Load]:
     """Print the table, and return the loads at 90% and at twice the capacity."""
-    with serving(args) as (url, pid):
+    options = {"fake_step_ms": args.step_ms, "max_num_seqs": args.seqs}
+    options["max_num_queued_reqs"] = args.queued
+    with serving("--device", "fake", **options) as (url, pid):
         clients = Clients(url, pid)
         capacity = await clients.closed(args.seqs + args.queued, args.calm_seconds / 3)
         print(f"capacity {capacity:.2f} requests a second", flush=True)
