@@ -49,6 +49,7 @@ class ModelRunner(StepOrder[CpuStep]):
 
     @torch.inference_mode()
     def __init__(self, args: WorkerArgs) -> None:
+        super().__init__(args)
         self._stage = args.stage
         self._limits = args.scheduler.limits("cpu", self._stage.count)
         self._hidden_size = args.spec.hidden_size

@@ -51,11 +51,13 @@ class MultiprocExecutor(Executor):
         replica: int = 0,
         start: int = 0,
         hosts: Sequence[RankHost] = (),
+        after: Sequence[int] = (),
     ) -> None:
         """Start nothing yet.
 
         start: number of times that the replica has been started before. hosts: those of the ranks,
-        as in CoreArgs.
+        as in CoreArgs. after: processes of the last start, for whose end ranks wait that are all
+        here before they use their devices.
         """
         self._config = config
         self._address = hosts[0].address if len(hosts) > 1 else None
@@ -63,7 +65,7 @@ class MultiprocExecutor(Executor):
         self._world = config.parallel.num_ranks
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks meet while they start."""
-        self._hosts = ranks_of(config, replica, start, hosts)
+        self._hosts = ranks_of(config, replica, start, hosts, after)
         self._selector = selectors.DefaultSelector()
         self._ready: dict[int, WorkerReady] = {}
         self._failures: dict[int, Failure] = {}
@@ -275,16 +277,24 @@ class MultiprocExecutor(Executor):
 
 
 def ranks_of(
-    config: EngineConfig, replica: int, start: int, hosts: Sequence[RankHost]
+    config: EngineConfig,
+    replica: int,
+    start: int,
+    hosts: Sequence[RankHost],
+    after: Sequence[int] = (),
 ) -> list[HostRanks]:
     """Return the ranks of each host; without hosts, all ranks on this one."""
     if not hosts:
         world = config.parallel.num_ranks
-        return [
-            LocalRanks(
-                RanksJob(config=config, first_rank=0, num_ranks=world, replica=replica, start=start)
-            )
-        ]
+        job = RanksJob(
+            config=config,
+            first_rank=0,
+            num_ranks=world,
+            replica=replica,
+            start=start,
+            after=tuple(after),
+        )
+        return [LocalRanks(job)]
     if any(host.first_rank % config.parallel.tensor_parallel_size for host in hosts):
         # GPUs of one host alone can read one another's memory.
         parallel = replace(config.parallel, disable_custom_all_reduce=True)

@@ -43,6 +43,7 @@ class FaultyRunner(Runner):
         self._poisons: dict[int, set[int]] = {}
         """The tokens among those of `for_token` that each slot's request has entered with."""
         self.ready, self.calls = inner.ready, inner.calls
+        self.place = inner.place
 
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None

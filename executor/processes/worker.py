@@ -40,7 +40,7 @@ from sidestep.executor.processes.step_failure import (
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.processes.process import decode_args, freeze_heap
+from sidestep.ipc.processes.process import decode_args, freeze_heap, wait_for_end
 from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
@@ -256,21 +256,27 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
-            begin_beside_torch(args.worker.gpu_index)
+            begin_beside_torch(args.worker)
         import torch
 
         from sidestep.executor.models.model_loading import pick_device
 
         torch.set_num_threads(args.cpu_threads)
+        wait_for_end(args.worker.after)
         device = pick_device(args.worker).type
     runner: Runner = registry.load(registry.RUNNERS[device])(args.worker)
     return runner
 
 
-def begin_beside_torch(gpu_index: int) -> None:
+def begin_beside_torch(args: WorkerArgs) -> None:
     """Begin slow work in C, in threads beside this thread's import of torch."""
-    threading.Thread(target=begin_context, args=(gpu_index,), daemon=True).start()
+    threading.Thread(target=_begin_context, args=(args,), daemon=True).start()
     threading.Thread(target=_know_triton, daemon=True).start()
+
+
+def _begin_context(args: WorkerArgs) -> None:
+    wait_for_end(args.after)
+    begin_context(args.gpu_index)
 
 
 def _know_triton() -> None:
