@@ -33,7 +33,7 @@ class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
     cause: Literal["oom", "exception"]
     """'oom' where memory was short."""
     text: str
-    """The exception, for people: its last line first, then the trace."""
+    """The exception, for people: its own first line, then the trace."""
     slot: int = -1
     """Slot of the row that is to blame; -1 if no row is known to be."""
     place: int = 0

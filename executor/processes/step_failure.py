@@ -55,10 +55,14 @@ def failure_of(error: Exception, step_id: int, place: int | None = 0) -> StepFai
 
 
 def failure_text() -> str:
-    """Return the exception being handled, for people: its last line first, then the trace."""
-    error, trace = sys.exception(), traceback.format_exc().strip()
-    line = str(error) if isinstance(error, RowError) else trace.splitlines()[-1]
-    return f"{line}\n{trace}"
+    """Return the exception being handled, for people: its own first line, then the trace."""
+    error = sys.exception()
+    assert error is not None, "no exception is being handled"
+    told = "".join(traceback.format_exception_only(error)).splitlines()
+    line = next(line for line in told if line and not line[0].isspace())
+    if isinstance(error, RowError):
+        line = str(error)
+    return f"{line}\n{traceback.format_exc().strip()}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -177,6 +177,13 @@ def report(error: Exception) -> StepFailed | None:
         return failure_of(caught, 7)
 
 
+def test_a_report_begins_with_the_first_line_of_the_exception() -> None:
+    """Errors of CUDA end with hints for people who debug them."""
+    failed = report(ValueError("the kernel failed\nFor debugging consider a flag"))
+    assert failed is not None and failed.line == "ValueError: the kernel failed"
+    assert failed.text.endswith("For debugging consider a flag")
+
+
 @pytest.mark.parametrize(
     "error",
     [
