@@ -44,7 +44,7 @@ class StreamError(Exception):
 
 @dataclass
 class Stream:
-    """What a client got."""
+    """The tokens that a client got."""
 
     prompt: list[int]
     tokens: list[int] = field(default_factory=list)
