@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +47,39 @@ def test_requests_go_on_and_the_one_to_blame_ends_alone(
     assert [output.outputs[0].token_ids for output in outputs] == tokens[0][:8]
 
 
-async def test_streams_go_on_after_a_kernel_has_trapped(model_folder: Path) -> None:
+def test_streams_go_on_after_a_kernel_has_trapped(model_folder: Path) -> None:
     """The device is of no use to that worker any more, so a new one takes its place."""
     path, file = write_model("llama-gqa", model_folder), model_folder / "break"
-    wish = {"Breaker": {"fault": "trap", "file": str(file)}}
+    options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256}
+    args = EngineArgs(model=path, logits_processors=[BREAKER], **options)
+    expected, found, restarts = asyncio.run(served_twice(args, file))
+    assert restarts == {"worker": 1} and not file.exists()
+    assert found == expected
 
-    async def stream(index: int) -> list[int]:
+
+async def served_twice(
+    args: EngineArgs, file: Path
+) -> tuple[list[list[int]], list[list[int]], Mapping[Any, int]]:
+    """Return the tokens of PROMPTS, also of a run in which a kernel traps; and the restarts."""
+
+    async def stream(index: int, breaks: bool) -> list[int]:
         some = SamplingParams(
             max_tokens=60,
             ignore_eos=True,
             temperature=0,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=wish if index == 0 else None,
+            extra_args={"Breaker": {"fault": "trap", "file": str(file)}} if index == 0 else None,
         )
         tokens = list[int]()
         async for output in llm.generate(PROMPTS[index], some):
             tokens += output.outputs[0].token_ids
-            if index == 0 and breaks and len(tokens) == 20:
+            if breaks and index == 0 and len(tokens) == 20:
                 file.touch()
         return tokens
 
-    options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256}
-    args = EngineArgs(model=path, logits_processors=[BREAKER], **options)
     async with AsyncLLM.from_engine_args(args) as llm:
-        breaks = False
-        expected = await asyncio.gather(*map(stream, range(len(PROMPTS))))
-        breaks = True
-        found = await asyncio.gather(*map(stream, range(len(PROMPTS))))
-        assert llm.recovery.restarts == {"worker": 1}
-    assert not file.exists()
-    assert found == expected
+        runs = [
+            await asyncio.gather(*(stream(i, breaks) for i in range(len(PROMPTS))))
+            for breaks in (False, True)
+        ]
+        return runs[0], runs[1], llm.recovery.restarts
