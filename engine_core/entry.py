@@ -14,7 +14,8 @@ from sidestep.ipc.processes.process import decode_args
 def main(raw: bytes) -> None:
     """Launch the workers, then run the core. This is the entry point of the process."""
     args = decode_args(raw, CoreArgs)
-    number, after = 0, ()
+    number = 0
+    after: tuple[int, ...] = ()
     if args.again is not None:
         number, after = args.again.number, args.again.pids
         time.sleep(args.again.delay_s)
