@@ -225,6 +225,7 @@ class EngineCore:
             self.scheduler.next_deadline(),
             self.calls.next_deadline(),
             self._progress.next_look if self._in_flight else None,
+            self.executor.next_look() if self._in_flight else None,
         )
         return min((time for time in times if time is not None), default=None)
 

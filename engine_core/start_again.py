@@ -1,31 +1,29 @@
-"""The wait of a core that takes the place of one that has died, until its workers can start."""
+"""The wait of a core that takes the place of one that has died, until its workers may go on.
+
+Workers of this host alone are launched before that. They import their libraries while the old
+processes end, and wait for this end before they use the device (executor/processes/worker.py).
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-
+from sidestep.executor.base import Executor
 from sidestep.ipc.processes.core_args import StartAgain
-from sidestep.ipc.processes.process import is_running
+from sidestep.ipc.processes.process import wait_for_end
+from sidestep.ipc.transport.messages import Dead
 
 _END_S = 30.0
 """Seconds that the processes of the last start may need for their end."""
-_LOOK_S = 0.02
 
 
-def wait_until_free(again: StartAgain) -> str | None:
-    """Wait for the pause to pass and the last start's processes to end.
+def obstacle_to(again: StartAgain | None, executor: Executor) -> Dead | None:
+    """Wait until the last start's processes have ended; return why nothing can start, or None.
 
-    Return None, or the reason why nothing can start: a process that has not ended.
+    again: None for a first start.
     """
-    time.sleep(again.delay_s)
-    until = time.monotonic() + _END_S
-    while left := _running(again.pids):
-        if time.monotonic() > until:
-            return f"process {left[0]} of the replica that died has not ended for {_END_S:g} s"
-        time.sleep(_LOOK_S)
-    return None
-
-
-def _running(pids: Iterable[int]) -> list[int]:
-    return [pid for pid in pids if is_running(pid)]
+    if again is None:
+        return None
+    if (pid := wait_for_end(again.pids, _END_S)) is not None:
+        cause = f"process {pid} of the replica that died has not ended for {_END_S:g} s"
+        return Dead(cause=cause, origin="core")
+    need = executor.what_devices_need()
+    return None if need is None else Dead(cause=need, is_final=True)

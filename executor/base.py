@@ -33,9 +33,12 @@ class StepFailed(msgspec.Struct, frozen=True, kw_only=True):
     cause: Literal["oom", "exception"]
     """'oom' where memory was short."""
     text: str
-    """The exception, for people: its last line first, then the trace."""
+    """The exception, for people: its own first line, then the trace."""
     slot: int = -1
     """Slot of the row that is to blame; -1 if no row is known to be."""
+    place: int = 0
+    """The part of the step that raised (Runner.place). Ranks that raised in the same part have
+    taken part in the same operations among ranks."""
 
     @property
     def line(self) -> str:
@@ -95,6 +98,10 @@ class Executor(abc.ABC):
 
         After a step that failed nothing comes but answers to calls, until `reset`.
         """
+
+    def next_look(self) -> float | None:
+        """Return the latest time of the next `poll`, on the monotonic clock; None for no limit."""
+        return None
 
     @abc.abstractmethod
     def reset(self) -> None:

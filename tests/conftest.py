@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--screenshots", metavar="FOLDER", help="where test_page.py writes the docs' pictures"
     )
     parser.addoption(
-        "--fault-plans", type=int, default=20, metavar="N", help="run the first N fault plans"
+        "--fault-plans", type=int, default=50, metavar="N", help="run the first N fault plans"
     )
 
 

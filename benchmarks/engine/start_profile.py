@@ -132,7 +132,7 @@ def run_worker(model: str, born: float) -> None:
         compiler.on_death(lambda cause: ended.append(time.time() - born))
         os.close(compiling)
         with laps.part("import torch"):
-            begin_beside_torch(0)
+            begin_beside_torch(args)
             import torch
         with laps.part("import the runner"):
             import triton

@@ -49,6 +49,7 @@ class ModelRunner(StepOrder[CpuStep]):
 
     @torch.inference_mode()
     def __init__(self, args: WorkerArgs) -> None:
+        super().__init__(args)
         self._stage = args.stage
         self._limits = args.scheduler.limits("cpu", self._stage.count)
         self._hidden_size = args.spec.hidden_size
@@ -108,6 +109,8 @@ class ModelRunner(StepOrder[CpuStep]):
         self._state.apply(step)
         self._pipeline.begin_step(step.beat)
         self._drafted.enter(step)
+        if self._last is not None:
+            self._last.special.enter(step)
         drafts = self._drafted.count(step)
         batch = make_batch(self._state, step, self._model.block_size, drafts)
         return CpuStep(step, batch, StepOutput(step.step_id, start, 0, np.empty(0, np.int32)))
@@ -131,7 +134,7 @@ class ModelRunner(StepOrder[CpuStep]):
         if inputs is None:
             inputs = torch.from_numpy(self._drafted.input_ids(work.batch))
         if self._last is not None:
-            work.sampling = self._last.compute(inputs, work.batch, work.step)
+            work.sampling = self._last.compute(inputs, work.batch)
         elif self._pooler is not None:
             self._pool(self._pooler, inputs, work)
         else:

@@ -55,10 +55,9 @@ class LastStage:
         self.sampler = Sampler(state)
         self.special = make_special_rows(args, limits, CPU)
 
-    def compute(self, inputs: Tensor, batch: HostBatch, step: StepInput) -> Sampling:
+    def compute(self, inputs: Tensor, batch: HostBatch) -> Sampling:
         """Compute the last layers and the head, and sample the plain rows."""
         # 1. The model, for tokens that sample and for prompt tokens with requested logprobs.
-        self.special.enter(step)
         prompts, num_sampled = self.special.find_prompts(batch), len(batch.logits_tokens)
         rows = None if num_sampled == batch.total_tokens else torch.from_numpy(batch.logits_tokens)
         if prompts is not None:

@@ -91,6 +91,7 @@ class GpuRunner(StepOrder[GpuStep]):
 
     @torch.inference_mode()
     def __init__(self, args: WorkerArgs) -> None:
+        super().__init__(args)
         device = pick_device(args)
         torch.cuda.set_device(device)
         setup = self._setup = GpuSetup(args, device)

@@ -23,6 +23,8 @@ class RanksJob:
     replica: int
     start: int
     """Number of times that the replica has been started before."""
+    after: tuple[int, ...] = ()
+    """Processes of the last start, for whose end the ranks wait."""
     first_gpu: int | None = None
     """Index of the first rank's GPU on its host; None where the replicas share a host's GPUs."""
     host: str | None = None
@@ -48,7 +50,12 @@ class RanksJob:
         """Return the arguments of one rank, as far as they are known before `launch`."""
         gpu = None if self.first_gpu is None else self.first_gpu + rank - self.first_rank
         return WorkerArgs.of(
-            self.config, rank=rank, replica=self.replica, start=self.start, gpu=gpu
+            self.config,
+            rank=rank,
+            replica=self.replica,
+            start=self.start,
+            after=self.after,
+            gpu=gpu,
         )
 
 

@@ -23,6 +23,7 @@ from sidestep.executor.base import Answered, Executor, StepFailed, WorkerReady
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Said
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.rank_answers import RankAnswers
+from sidestep.executor.hosts.rank_failures import RankFailures
 from sidestep.executor.hosts.remote_ranks import RemoteRanks
 from sidestep.executor.processes.worker import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
@@ -50,11 +51,13 @@ class MultiprocExecutor(Executor):
         replica: int = 0,
         start: int = 0,
         hosts: Sequence[RankHost] = (),
+        after: Sequence[int] = (),
     ) -> None:
         """Start nothing yet.
 
         start: number of times that the replica has been started before. hosts: those of the ranks,
-        as in CoreArgs.
+        as in CoreArgs. after: processes of the last start, for whose end ranks wait that are all
+        here before they use their devices.
         """
         self._config = config
         self._address = hosts[0].address if len(hosts) > 1 else None
@@ -62,15 +65,16 @@ class MultiprocExecutor(Executor):
         self._world = config.parallel.num_ranks
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks meet while they start."""
-        self._hosts = ranks_of(config, replica, start, hosts)
+        self._hosts = ranks_of(config, replica, start, hosts, after)
         self._selector = selectors.DefaultSelector()
         self._ready: dict[int, WorkerReady] = {}
         self._failures: dict[int, Failure] = {}
         self._gone: list[int] = []
         """Ranks that have ended without reporting a failure."""
         self._answers = RankAnswers(self._world, self._name)
-        self._num_resets = 0
-        """Resets that the worker has not reported yet; what comes before that is dropped."""
+        self._num_resets = [0] * self._world
+        """By rank: resets that it has not reported yet; what comes before that is dropped."""
+        self._step_failures = RankFailures(self._world)
 
     def what_devices_need(self) -> str | None:
         """Return what the replica's GPUs need before they can be used again; None if nothing."""
@@ -141,16 +145,23 @@ class MultiprocExecutor(Executor):
             raise EngineDeadError(self._cause() or f"the workers take no steps: {closed}") from None
 
     def reset(self) -> None:
-        """Have the only rank forget all requests."""
-        self._num_resets += 1
+        """Have all ranks forget all requests."""
+        self._num_resets = [number + 1 for number in self._num_resets]
         self._send([], Order.RESET)
 
     def poll(self) -> StepOutput | StepFailed | None:
         """Return the next output if it is there."""
         output = self._hear_all()
-        if output is None and self._has_failed:
+        if output is not None:
+            self._step_failures.ran(output.step_id)
+            return output
+        if self._has_failed:
             raise EngineDeadError(self._cause())
-        return output
+        return self._step_failures.take_agreed()
+
+    def next_look(self) -> float | None:
+        """Return the time until which ranks may report a step that has failed on another."""
+        return self._step_failures.next_look
 
     def fileno(self) -> int:
         """Return the descriptor of a selector over the ranks' doorbells."""
@@ -188,8 +199,8 @@ class MultiprocExecutor(Executor):
             if self._has_failed:
                 raise EngineStartError(self._cause())
 
-    def _hear_all(self) -> StepOutput | StepFailed | None:
-        """Return the next output or failed step; handle the messages that come before it.
+    def _hear_all(self) -> StepOutput | None:
+        """Return the next output; handle the messages that come before it.
 
         All doorbells are silent after it has returned None.
         """
@@ -199,21 +210,22 @@ class MultiprocExecutor(Executor):
                     return output
         return None
 
-    def _take(self, said: Said, ahead_ns: int) -> StepOutput | StepFailed | None:
-        """Handle a rank's message, and return it if it is the next output or failed step.
+    def _take(self, said: Said, ahead_ns: int) -> StepOutput | None:
+        """Handle a rank's message, and return it if it is the next output.
 
         ahead_ns: nanoseconds by which the clock of the rank's host is ahead.
         """
         rank, kind, data = said
         if kind == Reply.OUTPUT:
-            if not self._num_resets:
+            if not self._num_resets[rank]:
                 output = StepOutput.decode(data)
                 return _by_own_clock(output, ahead_ns) if ahead_ns else output
         elif kind == Reply.STEP_FAILED:
-            if not self._num_resets:
-                return self._named(rank, msgspec.msgpack.decode(data, type=StepFailed))
+            if not self._num_resets[rank]:
+                failed = msgspec.msgpack.decode(data, type=StepFailed)
+                self._step_failures.take(rank, self._named(rank, failed))
         elif kind == Reply.RESET:
-            self._num_resets -= 1
+            self._num_resets[rank] -= 1
         elif kind == Reply.ANSWER:
             self._answers.take(rank, decode_answer(data))
         elif kind == Reply.READY:
@@ -265,16 +277,24 @@ class MultiprocExecutor(Executor):
 
 
 def ranks_of(
-    config: EngineConfig, replica: int, start: int, hosts: Sequence[RankHost]
+    config: EngineConfig,
+    replica: int,
+    start: int,
+    hosts: Sequence[RankHost],
+    after: Sequence[int] = (),
 ) -> list[HostRanks]:
     """Return the ranks of each host; without hosts, all ranks on this one."""
     if not hosts:
         world = config.parallel.num_ranks
-        return [
-            LocalRanks(
-                RanksJob(config=config, first_rank=0, num_ranks=world, replica=replica, start=start)
-            )
-        ]
+        job = RanksJob(
+            config=config,
+            first_rank=0,
+            num_ranks=world,
+            replica=replica,
+            start=start,
+            after=tuple(after),
+        )
+        return [LocalRanks(job)]
     if any(host.first_rank % config.parallel.tensor_parallel_size for host in hosts):
         # GPUs of one host alone can read one another's memory.
         parallel = replace(config.parallel, disable_custom_all_reduce=True)

@@ -43,6 +43,7 @@ class FaultyRunner(Runner):
         self._poisons: dict[int, set[int]] = {}
         """The tokens among those of `for_token` that each slot's request has entered with."""
         self.ready, self.calls = inner.ready, inner.calls
+        self.place = inner.place
 
     def execute(
         self, step: StepInput, receive_masks: Callable[[], StepMasks] | None = None
@@ -55,6 +56,7 @@ class FaultyRunner(Runner):
             sent = step.new_token_ids[tokens].tolist()
             self._poisons[slot] = wanted & set(sent[: max(0, num_prompt - positions.start)])
         run = {token: slot for slot in step.slots.tolist() for token in self._poisons.get(slot, ())}
+        self.place = 0
         for fault in self._faults:
             if fault.for_token is not None:
                 is_due = fault.for_token in run
@@ -66,7 +68,10 @@ class FaultyRunner(Runner):
                 _happen(
                     fault, step.step_id, -1 if fault.for_token is None else run[fault.for_token]
                 )
-        return self._inner.execute(step, receive_masks)
+        try:
+            return self._inner.execute(step, receive_masks)
+        finally:
+            self.place = self._inner.place
 
     def settle(self) -> None:
         """End what is under way between ranks."""

@@ -131,6 +131,8 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
         args,
         rank=0,
         replica=0,
+        start=0,
+        after=(),
         rendezvous=None,
         listener=None,
         gpu=None,

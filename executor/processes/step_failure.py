@@ -31,11 +31,13 @@ class StepAbandonedError(Exception):
     """A step must not go on, because the core has taken it back."""
 
 
-def failure_of(error: Exception, step_id: int) -> StepFailed | None:
+def failure_of(error: Exception, step_id: int, place: int | None = 0) -> StepFailed | None:
     """Return the report of an exception in a step; None if the worker must end.
 
-    Call it while the exception is handled.
+    place: the part of the step that raised (Runner.place). Call it while the exception is handled.
     """
+    if place is None:
+        return None
     causes = [error]
     while isinstance(causes[-1].__cause__, Exception):
         causes.append(causes[-1].__cause__)
@@ -48,14 +50,19 @@ def failure_of(error: Exception, step_id: int) -> StepFailed | None:
         text=failure_text(),
         # A row that finds no memory is not to blame for the want of it.
         slot=error.slot if isinstance(error, RowError) and not is_oom else -1,
+        place=place,
     )
 
 
 def failure_text() -> str:
-    """Return the exception being handled, for people: its last line first, then the trace."""
-    error, trace = sys.exception(), traceback.format_exc().strip()
-    line = str(error) if isinstance(error, RowError) else trace.splitlines()[-1]
-    return f"{line}\n{trace}"
+    """Return the exception being handled, for people: its own first line, then the trace."""
+    error = sys.exception()
+    assert error is not None, "no exception is being handled"
+    told = "".join(traceback.format_exception_only(error)).splitlines()
+    line = next(line for line in told if line and not line[0].isspace())
+    if isinstance(error, RowError):
+        line = str(error)
+    return f"{line}\n{traceback.format_exc().strip()}"
 
 
 def _is_out_of_memory(error: Exception) -> bool:

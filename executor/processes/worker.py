@@ -8,7 +8,8 @@ back behind the outputs of the steps before it.
 
 A step may raise and leave the worker able to go on (step_failure.py). The report goes back in the
 place of the output. Then no step is run until the core has had the tables reset, and what is sent
-behind that order belongs to new steps.
+behind that order belongs to new steps. With several ranks, the core compares their reports
+(rank_failures.py).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from sidestep.executor.processes.step_failure import (
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.processes.process import decode_args, freeze_heap
+from sidestep.ipc.processes.process import decode_args, freeze_heap, wait_for_end
 from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
@@ -78,6 +79,25 @@ class Reply(enum.IntEnum):
     """Empty: the worker has forgotten all requests; outputs from here on are of new steps."""
     GONE = 6
     """Said in the place of a worker that has ended; see executor/hosts/host_ranks.py."""
+
+
+class Resets(enum.Enum):
+    """The exceptions in a step after which a worker may go on."""
+
+    NEVER = 0
+    """In a pipeline another stage may wait for what this one was to send or to receive."""
+    ALIKE = 1
+    """Exceptions that come to all ranks of the replica at the same place, where none waits for
+    another: in the host's parts of a step."""
+    ALONE = 2
+    """All that leave the device usable: the replica has one rank."""
+
+    @classmethod
+    def of(cls, args: WorkerArgs) -> Resets:
+        """Return those of a replica's ranks."""
+        if args.parallel.pipeline_parallel_size > 1:
+            return cls.NEVER
+        return cls.ALONE if args.parallel.num_ranks == 1 else cls.ALIKE
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -123,7 +143,7 @@ class Launched(Outgoing):
     received_ns: int
     launched_ns: int
     resets: bool
-    """Whether the worker may go on after an exception."""
+    """Whether the worker may go on if the device's part of the step fails."""
 
     @property
     def ready(self) -> bool:
@@ -236,21 +256,27 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     device = args.worker.parallel.device
     if device != "fake":
         if device != "cpu" and has_driver():
-            begin_beside_torch(args.worker.gpu_index)
+            begin_beside_torch(args.worker)
         import torch
 
         from sidestep.executor.models.model_loading import pick_device
 
         torch.set_num_threads(args.cpu_threads)
+        wait_for_end(args.worker.after)
         device = pick_device(args.worker).type
     runner: Runner = registry.load(registry.RUNNERS[device])(args.worker)
     return runner
 
 
-def begin_beside_torch(gpu_index: int) -> None:
+def begin_beside_torch(args: WorkerArgs) -> None:
     """Begin slow work in C, in threads beside this thread's import of torch."""
-    threading.Thread(target=begin_context, args=(gpu_index,), daemon=True).start()
+    threading.Thread(target=_begin_context, args=(args,), daemon=True).start()
     threading.Thread(target=_know_triton, daemon=True).start()
+
+
+def _begin_context(args: WorkerArgs) -> None:
+    wait_for_end(args.after)
+    begin_context(args.gpu_index)
 
 
 def _know_triton() -> None:
@@ -279,8 +305,7 @@ def main(raw: bytes) -> None:
         if faults:
             runner = FaultyRunner(runner, faults)
             steps = FaultyReader(args.steps, args.reader, faults)
-        # With several ranks, the others may wait within the step for this one.
-        resets = args.worker.parallel.num_ranks == 1
+        resets = Resets.of(args.worker)
         run_steps(runner, steps, replies, answers=args.worker.answers, resets=resets)
     except RingClosed:
         pass  # the core has ended
@@ -290,7 +315,12 @@ def main(raw: bytes) -> None:
 
 
 def run_steps(
-    runner: Runner, steps: RingReader, replies: RingWriter, *, answers: bool, resets: bool = False
+    runner: Runner,
+    steps: RingReader,
+    replies: RingWriter,
+    *,
+    answers: bool,
+    resets: Resets = Resets.NEVER,
 ) -> None:
     """Run steps and answer calls until the core closes the ring. Only one rank sends outputs.
 
@@ -328,14 +358,16 @@ def run_steps(
             reset(runner, drain)
             continue
         except Exception as error:
-            failed = failure_of(error, step.step_id) if resets else None
+            place = runner.place if resets is Resets.ALIKE else 0
+            failed = None if resets is Resets.NEVER else failure_of(error, step.step_id, place)
             if failed is None:
                 raise
             drain.put(Saying(Reply.STEP_FAILED, msgspec.msgpack.encode(failed)))
             has_failed = True
             continue
         if answers:
-            drain.put(Launched(pending, step.step_id, received, time.monotonic_ns(), resets))
+            is_alone = resets is Resets.ALONE
+            drain.put(Launched(pending, step.step_id, received, time.monotonic_ns(), is_alone))
 
 
 def reset(runner: Runner, drain: OutputDrain) -> None:

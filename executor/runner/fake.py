@@ -213,6 +213,7 @@ class FakeRunner(StepOrder[_FakeStep]):
     """Keeps the same rows per slot as the real runner."""
 
     def __init__(self, args: WorkerArgs) -> None:
+        super().__init__(args)
         self._vocab_size = args.spec.vocab_size
         self._block_size = args.cache.block_size or DEFAULT_BLOCK_SIZE
         self._num_blocks = args.cache.num_kv_blocks or DEFAULT_BLOCKS

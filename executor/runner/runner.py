@@ -38,6 +38,8 @@ class WorkerArgs:
     """Index of the data-parallel replica; its GPUs follow those of the replicas before it."""
     start: int = 0
     """Number of times that the replica has been started before."""
+    after: tuple[int, ...] = ()
+    """Processes of the last start, which hold the device's memory until they have ended."""
     rendezvous: str | None = None
     """Where torch.distributed's ranks meet: a file's path, or tcp://address:port for ranks on
     several hosts; None with one rank."""
@@ -58,6 +60,7 @@ class WorkerArgs:
         rank: int,
         replica: int = 0,
         start: int = 0,
+        after: tuple[int, ...] = (),
         gpu: int | None = None,
     ) -> Self:
         """Return the arguments of one rank of an engine with this configuration."""
@@ -65,6 +68,7 @@ class WorkerArgs:
             rank=rank,
             replica=replica,
             start=start,
+            after=after,
             spec=config.spec,
             model=config.model,
             cache=config.cache,
@@ -166,6 +170,10 @@ class Runner(abc.ABC):
 
         Raises EngineStartError with one line for the user.
         """
+        self.place: int | None = 0
+        """Number of the part of the step that runs now, or that has raised. Ranks of a stage that
+        raise in the same part have launched the same operations among ranks. None in a part that
+        has such operations: there another rank may wait for the one that raises."""
 
     @abc.abstractmethod
     def execute(

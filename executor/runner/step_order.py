@@ -30,16 +30,19 @@ class StepOrder(Runner, Generic[Work]):
         """Launch a step, and return its output to be waited for."""
         # 1. The differences: requests and blocks by slot, then the content of copied blocks, which
         #    steps before this one have written.
+        self.place = 0
         work = self._enter(step)
         if len(step.copy_sources):
             self._copy_blocks(step.copy_sources, step.copy_targets)
         if len(step.state_copy_sources):
             self._copy_states(step.state_copy_sources, step.state_copy_targets)
         # 2. This rank's layers, and the tokens of rows that wait for nothing.
+        self.place = None
         self._receive(work)
         self._compute(work)
         # 3. The tokens of all other rows. A device that computes by itself is at work while the
         #    masks are made.
+        self.place = 1
         if self.samples:
             if step.awaits_masks:
                 assert receive_masks is not None, "nobody gives the masks"
@@ -47,6 +50,7 @@ class StepOrder(Runner, Generic[Work]):
             self._sample_rest(work)
         # 4. The end of the step, and then what other stages wait for.
         pending = self._end(work)
+        self.place = None
         self._send(work)
         return pending
 

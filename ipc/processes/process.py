@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ from sidestep.ipc.processes.forking import Home, keep_from_children, no_forks
 
 T = TypeVar("T")
 
+_LOOK_S = 0.02
+"""Seconds between two looks at a process that is to end."""
 _BOOTSTRAP = """\
 import sys, json, shutil
 line = sys.stdin.buffer.readline()
@@ -253,6 +256,19 @@ def is_running(pid: int) -> bool:
         if os.path.exists("/proc/self/stat"):
             return False
     return process_exists(pid)
+
+
+def wait_for_end(pids: Iterable[int], timeout_s: float = math.inf) -> int | None:
+    """Wait for processes to end; return None, or the first one that has not ended in time.
+
+    They need not be children of this process.
+    """
+    until = time.monotonic() + timeout_s
+    while (left := next(filter(is_running, pids), None)) is not None:
+        if time.monotonic() > until:
+            return left
+        time.sleep(_LOOK_S)
+    return None
 
 
 def kill_child(pid: int, parent: int) -> None:

@@ -104,12 +104,24 @@ def test_the_request_to_blame_ends_alone(place: str, expected: list[RequestOutpu
     assert choices(found) == choices(expected[:5])
 
 
-@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_of_several_ranks_none_goes_on(ranks: str) -> None:
-    """Ranks that have not raised may wait within the step for the one that has."""
-    options: dict[str, Any] = {ranks: 2, "logits_processors": [TARGET], "restart_limit": 0}
+@pytest.mark.parametrize("place", ["enter", "apply"])
+def test_ranks_go_on_together_and_the_request_to_blame_ends_alone(place: str) -> None:
+    """All ranks raise at the same place of the step, so none waits for another."""
+    options: dict[str, Any] = {"tensor_parallel_size": 2, "restart_limit": 0}
+    with LLM(**CPU, logits_processors=[TARGET], **options) as llm:
+        expected = llm.generate(PROMPTS[:5], params()[:5], use_tqdm=False)
+        with pytest.raises(RequestError, match=f"ValueError: call 0 of {place} fails"):
+            llm.generate(PROMPTS[5], params({"in": place, "at": 0})[5], use_tqdm=False)
+        found = llm.generate(PROMPTS, params({"in": "sampled", "at": 5}), use_tqdm=False)
+        assert llm.get_stats()["soft_resets_exception"] == 2
+    assert choices(found[:5]) == choices(expected)
+
+
+def test_no_stage_of_a_pipeline_goes_on() -> None:
+    """A stage that has not raised may wait within the step for the one that has."""
+    options: dict[str, Any] = {"pipeline_parallel_size": 2, "restart_limit": 0}
     with (
-        LLM(**CPU, **options) as llm,
+        LLM(**CPU, logits_processors=[TARGET], **options) as llm,
         pytest.raises(EngineDeadError, match="ValueError: call 1 of sampled fails"),
     ):
         llm.generate(PROMPTS, params({"in": "sampled", "at": 1}), use_tqdm=False)

@@ -40,6 +40,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     priority: int = 0
     leaves_after: int | None = None
     """Number of outputs after which its reader leaves."""
+    aborts_after: int | None = None
+    """Number of outputs after which its reader aborts it, and reads on to its end."""
     starts_after: int | None = None
     """Index of the ask whose first output, or end, it waits for; None to start at once."""
 

@@ -125,7 +125,22 @@ def make_plan(seed: int) -> Plan:
             asks[index] = poisoned(asks[index])
     if any(fault.kind in ("hang", "drop") for fault in faults):
         options["stall_limit"] = STALL_S
-    return Plan(seed=seed, options=options, num_frontends=num_frontends, asks=asks, faults=faults)
+    if tp == 2 and rng.random() < 0.5:
+        faults += [_other_rank(fault) for fault in faults if fault.kind in ("raise", "oom")]
+    leaver = rng.randrange(1, num_frontends) if num_frontends > 1 and rng.random() < 0.3 else None
+    return Plan(
+        seed=seed,
+        options=options,
+        num_frontends=num_frontends,
+        asks=asks,
+        faults=faults,
+        leaver=leaver,
+    )
+
+
+def _other_rank(fault: Fault) -> Fault:
+    """Return the same fault of the other rank, so that both raise alike."""
+    return msgspec.structs.replace(fault, rank=1 - fault.rank)
 
 
 def poisoned(ask: Ask) -> Ask:
@@ -143,7 +158,7 @@ def make_ask(rng: random.Random, index: int, num_frontends: int) -> Ask:
     elif form == "regex":
         more = {"regex": rng.choice(_FORMS), "n": rng.choice([1, 1, 3])}
     elif form == "beams":
-        more = {"beam_width": rng.choice([2, 4]), "leaves_after": None}
+        more = {"beam_width": rng.choice([2, 4]), "leaves_after": None, "aborts_after": None}
     elif form == "logprobs":
         more = {"logprobs": rng.choice([0, 3])}
     return Ask(
@@ -153,7 +168,8 @@ def make_ask(rng: random.Random, index: int, num_frontends: int) -> Ask:
             "seed": rng.randrange(1 << 40),
             "frontend": rng.randrange(num_frontends),
             "output_kind": rng.choice(list(RequestOutputKind)),
-            "leaves_after": rng.choice([None] * 5 + [1, 4]),
+            "leaves_after": (leaves := rng.choice([None] * 5 + [1, 4])),
+            "aborts_after": rng.choice([None] * 7 + [1, 3]) if leaves is None else None,
             "starts_after": rng.randrange(index) if index > 4 and rng.random() < 0.5 else None,
             **more,
         }

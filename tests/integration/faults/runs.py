@@ -139,7 +139,8 @@ class Run:
                     await llm.beam_search(ask.prompt, ask.search, priority=ask.priority)
                 )
                 return
-            stream = llm.generate(ask.prompt, ask.sampling, priority=ask.priority)
+            name = f"ask {index}"
+            stream = llm.generate(ask.prompt, ask.sampling, name, priority=ask.priority)
             async with contextlib.aclosing(stream):
                 async for output in stream:
                     history.take(output)
@@ -147,6 +148,8 @@ class Run:
                     if history.num_outputs == ask.leaves_after:
                         history.has_left = True
                         return
+                    if history.num_outputs == ask.aborts_after:
+                        await llm.abort(name)
         except EngineDeadError as error:
             if ask.frontend == self._plan.leaver and "has been shut down" in str(error):
                 history.has_left = True

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from sidestep import AsyncLLM, EngineDeadError, RequestError, SamplingParams
@@ -109,6 +110,39 @@ async def test_a_poison_that_is_named_ends_alone(make_llm: MakeLLM) -> None:
             await tokens_of(llm, [1, POISON], 0)
     await innocents
     assert await resets(llm) == {"oom": 0, "exception": 3}
+
+
+def alike(fault: Fault) -> tuple[Fault, ...]:
+    """Return a fault of two ranks at once."""
+    return fault, msgspec.structs.replace(fault, rank=1)
+
+
+async def test_a_step_that_raises_on_all_ranks_alike_costs_no_token(make_llm: MakeLLM) -> None:
+    plan = plan_of(*alike(Fault(kind="raise", at=4)), *alike(Fault(kind="oom", at=150)))
+    llm = make_llm(fake_faults=plan, restart_limit=0, tensor_parallel_size=2)
+    for _ in range(5):
+        await serve(llm)
+    assert await resets(llm) == {"oom": 1, "exception": 1}
+
+
+async def test_a_poison_that_all_ranks_name_ends_alone(make_llm: MakeLLM) -> None:
+    plan = plan_of(*alike(Fault(kind="raise", for_token=POISON, named=True)))
+    llm = make_llm(fake_faults=plan, restart_limit=0, tensor_parallel_size=2)
+    innocents = asyncio.create_task(serve(llm))
+    for _ in range(3):
+        with pytest.raises(RequestError, match="cannot compute this request: .*the fault plan"):
+            await tokens_of(llm, [1, POISON], 0)
+    await innocents
+    assert await resets(llm) == {"oom": 0, "exception": 3}
+
+
+async def test_a_pipeline_ends_at_an_exception(make_llm: MakeLLM) -> None:
+    """A stage may wait for what the stage that raised was to send."""
+    plan = plan_of(*alike(Fault(kind="raise", at=4, start=0)))
+    llm = make_llm(fake_faults=plan, pipeline_parallel_size=2)
+    before = llm.pids
+    await serve(llm)
+    assert llm.pids["worker_1"] != before["worker_1"]
 
 
 @pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])

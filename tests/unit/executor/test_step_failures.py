@@ -10,7 +10,7 @@ import torch
 
 from sidestep.executor.base import StepFailed
 from sidestep.executor.processes.step_failure import MessageLostError, failure_of
-from sidestep.executor.processes.worker import Reply
+from sidestep.executor.processes.worker import Reply, Resets
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput, RowError
 from sidestep.ipc.transport.shm_ring import RingClosed
@@ -29,7 +29,7 @@ class LateError(PendingOutput):
     ready = True
 
     def wait(self) -> StepOutput:
-        raise ValueError("not a number")
+        raise RuntimeError("not a number")
 
 
 class Broken(FakeRunner):
@@ -81,7 +81,7 @@ def heard(core: Core, count: int) -> list[tuple[int, object]]:
 
 def test_steps_behind_a_failed_one_are_not_run_and_new_ones_are() -> None:
     runner = broken(step_1=ValueError("bad"))
-    with worker(runner, resets=True) as core:
+    with worker(runner, resets=Resets.ALONE) as core:
         core.step(step(0, enters=True))
         core.step(step(1, masked=True))
         core.step(step(2))
@@ -105,7 +105,7 @@ def test_steps_behind_a_failed_one_are_not_run_and_new_ones_are() -> None:
 def test_a_step_that_waits_for_masks_is_given_up_for_the_one_before() -> None:
     """The first step has failed behind its launch, while the second waits for its masks."""
     runner = broken(0)
-    with worker(runner, resets=True) as core:
+    with worker(runner, resets=Resets.ALONE) as core:
         core.step(step(0, enters=True))
         core.step(step(1, masked=True))
         assert heard(core, 1) == [(Reply.STEP_FAILED, (0, "exception", -1))]
@@ -116,7 +116,7 @@ def test_a_step_that_waits_for_masks_is_given_up_for_the_one_before() -> None:
 
 def test_a_step_that_fails_late_is_reported_in_its_place() -> None:
     runner = broken(1)
-    with worker(runner, resets=True) as core:
+    with worker(runner, resets=Resets.ALONE) as core:
         core.step(step(0, enters=True))
         core.step(step(1))
         core.step(step(2))
@@ -133,8 +133,26 @@ def test_a_step_that_fails_late_is_reported_in_its_place() -> None:
     ]
 
 
-def test_one_of_several_ranks_ends() -> None:
-    with worker(broken(step_0=RuntimeError("bad")), resets=False) as core:
+def test_a_stage_of_a_pipeline_ends() -> None:
+    with worker(broken(step_0=RuntimeError("bad")), resets=Resets.NEVER) as core:
+        core.step(step(0, enters=True))
+
+
+def test_a_rank_goes_on_unless_others_may_wait_for_it() -> None:
+    runner = broken(step_0=RuntimeError("bad"), step_2=RuntimeError("bad"))
+    runner.place = 1
+    with worker(runner, resets=Resets.ALIKE) as core:
+        core.step(step(0, enters=True))
+        core.reset()
+        assert heard(core, 2) == [(Reply.STEP_FAILED, (0, "exception", -1)), (Reply.RESET, -1)]
+        core.step(step(1, enters=True))
+        assert heard(core, 1) == [(Reply.OUTPUT, 1)]
+        runner.place = None
+        core.step(step(2))
+
+
+def test_a_rank_whose_device_fails_ends() -> None:
+    with worker(broken(0), resets=Resets.ALIKE) as core:
         core.step(step(0, enters=True))
 
 
@@ -145,7 +163,7 @@ def test_a_device_that_is_broken_ends_the_worker_at_the_reset() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     runner.reset = reset  # type: ignore[method-assign]
-    with worker(runner, resets=True) as core:
+    with worker(runner, resets=Resets.ALONE) as core:
         core.step(step(0, enters=True))
         assert heard(core, 1) == [(Reply.STEP_FAILED, (0, "exception", -1))]
         core.reset()
@@ -157,6 +175,13 @@ def report(error: Exception) -> StepFailed | None:
         raise error
     except Exception as caught:
         return failure_of(caught, 7)
+
+
+def test_a_report_begins_with_the_first_line_of_the_exception() -> None:
+    """Errors of CUDA end with hints for people who debug them."""
+    failed = report(ValueError("the kernel failed\nFor debugging consider a flag"))
+    assert failed is not None and failed.line == "ValueError: the kernel failed"
+    assert failed.text.endswith("For debugging consider a flag")
 
 
 @pytest.mark.parametrize(

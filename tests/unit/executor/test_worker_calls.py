@@ -15,7 +15,7 @@ import pytest
 from sidestep.executor.base import Answered, StepFailed
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.hosts.rank_answers import RankAnswers
-from sidestep.executor.processes.worker import Order, Reply, run_steps
+from sidestep.executor.processes.worker import Order, Reply, Resets, run_steps
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput
 from sidestep.executor.runner.worker_calls import CallRefusedError, answer_call
@@ -91,7 +91,9 @@ class Core:
 
 
 @contextmanager
-def worker(runner: FakeRunner, *, answers: bool = True, resets: bool = False) -> Iterator[Core]:
+def worker(
+    runner: FakeRunner, *, answers: bool = True, resets: Resets = Resets.NEVER
+) -> Iterator[Core]:
     """Run a worker's loop in a thread, and yield the core's side.
 
     The loop may end because the core has gone, or by an exception that it does not survive.

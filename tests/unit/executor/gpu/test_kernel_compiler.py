@@ -148,6 +148,7 @@ def test_a_note_is_of_shapes_and_the_gpu_but_of_no_folder(
         ),
         GPU,
     ).holds()
+    assert Note(replace(args, start=2, after=(4711, 4712)), GPU).holds()  # a restart
     assert not Note(args, Gpu(90, 114)).holds()
     assert not Note(replace(args, max_model_len=101), GPU).holds()
     assert not Note(
