@@ -76,12 +76,15 @@ class Cores:
         tell: Callable[[Node, ToNode], None],
         after: Callable[[float, Callable[[], None]], None],
         timeout_s: float,
+        on_missing: Callable[[RemoteCore], None],
     ) -> None:
         """Begin without cores.
 
         nodes: returns the hosts that have joined. tell: sends a message to one. after: calls a
         function after some seconds. timeout_s: seconds for which a first start waits for hosts.
+        on_missing: called with a core that waits for certain hosts while one is missing.
         """
+        self._on_missing = on_missing
         self._nodes, self._tell, self._after, self._timeout_s = nodes, tell, after, timeout_s
         self._waiting: list[RemoteCore] = []
         self._placed: dict[int, _Placed] = {}
@@ -98,9 +101,9 @@ class Cores:
         """Start a core as soon as hosts have room."""
         self._waiting.append(core)
         if core.args.again is None:
-            self._after(self._timeout_s, lambda: self._give_up(core))
+            self._after(self._timeout_s, lambda: self._time_is_over(core))
         self.assign()
-        if core in self._waiting:
+        if core in self._waiting and core.hosts is None:
             logger.warning(
                 "replica %d waits for a host with room for %s",
                 core.args.replica,
@@ -114,6 +117,11 @@ class Cores:
             self._tell(placed.node, message)
         elif isinstance(message, EndCore):
             self._drop(core, "it was not needed any more", of_host=False)
+
+    def give_up(self, core: RemoteCore, cause: str) -> None:
+        """End a core that waits for hosts which will not come."""
+        if core in self._waiting:
+            self._drop(core, cause, of_host=False)
 
     def look_at(self, core: RemoteCore) -> None:
         """Give a core up whose connection has ended, unless its host soon says why."""
@@ -134,6 +142,10 @@ class Cores:
             if shares and core in self._waiting:
                 self._waiting.remove(core)
                 self._start(core, shares)
+        names = {node.name for node in self._nodes()}
+        for core in self._waiting.copy():
+            if core.hosts is not None and not names.issuperset(core.hosts):
+                self._on_missing(core)
 
     def lost(self, node: Node, cause: str) -> None:
         """Take note that a host has gone, with all that it had."""
@@ -216,11 +228,10 @@ class Cores:
                 if number in node.rooms:
                     self._tell(node, EndRelay(relay=number))
 
-    def _give_up(self, core: RemoteCore) -> None:
-        if core in self._waiting:
-            names = ", ".join(node.name for node in self._nodes()) or "none"
-            cause = f"no host with room for it has come in {self._timeout_s:g} s (hosts: {names})"
-            self._drop(core, cause, of_host=False)
+    def _time_is_over(self, core: RemoteCore) -> None:
+        names = ", ".join(node.name for node in self._nodes()) or "none"
+        limit_s = f"{self._timeout_s:g} s"
+        self.give_up(core, f"no host with room for it has come in {limit_s} (hosts: {names})")
 
     def _cut_off(self, core: RemoteCore) -> None:
         """Give up a core that cannot be reached although its agent can."""

@@ -62,13 +62,23 @@ class Head:
     """Listens to agents and places cores on their hosts."""
 
     def __init__(
-        self, host: str, port: int, timeout_s: float, keys: curve.CurveKeys | None = None
+        self,
+        host: str,
+        port: int,
+        timeout_s: float,
+        keys: curve.CurveKeys | None = None,
+        *,
+        on_joined: Callable[[str], None] = lambda name: None,
+        on_missing: Callable[[RemoteCore], None] = lambda core: None,
     ) -> None:
         """Listen. host: a numeric address; port: 0 takes a free one.
 
         timeout_s: seconds for which a first start waits for a host. keys: fresh ones by default.
-        Raises EngineStartError.
+        on_joined: called from the head's thread with the name of a host that joins. on_missing:
+        called from there with a core that may run on certain hosts alone while one of them is
+        missing, at each change of hosts. Raises EngineStartError.
         """
+        self._on_joined = on_joined
         self._keys = keys or curve.fresh_keys()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -92,7 +102,7 @@ class Head:
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._nodes: dict[bytes, Node] = {}
-        self._cores = Cores(self._nodes.values, self._tell, self._after, timeout_s)
+        self._cores = Cores(self._nodes.values, self._tell, self._after, timeout_s, on_missing)
         self._refused_told = -_QUIET_S, 0
         self.hosts: list[HostStatus] = []
         """The hosts that have joined, in order; a new list at each change."""
@@ -133,6 +143,10 @@ class Head:
     def look_at(self, core: RemoteCore) -> None:
         """See whether a core whose connection has ended is still there."""
         self._post(lambda: self._look_at(core))
+
+    def give_up(self, core: RemoteCore, cause: str) -> None:
+        """End a core that waits for a host which will not come."""
+        self._post(lambda: self._cores.give_up(core, cause))
 
     def close(self) -> None:
         """Let all agents go. May be called twice."""
@@ -240,6 +254,7 @@ class Head:
         node = self._nodes[identity] = Node(identity, name, hello)
         gpus = f"{len(hello.gpus)} GPUs" if hello.gpus else f"{hello.num_cores} CPU cores"
         logger.warning("host %s has joined from %s with %s", name, hello.address, gpus)
+        self._on_joined(name)
         self._tell(node, HeadBeat(sent_ns=time.monotonic_ns()))
         self._cores.assign()
 

@@ -31,11 +31,15 @@ class JoinPlacer(Placer):
     def begin(self) -> None:
         """Listen for agents, and write the invitation that they need if they do not share a key."""
         host, port = self.listening()
+        self._head = self.make_head(host, port)
+        if self.config.placement.head_key_file is None:
+            self.publish(self._head.invitation)
+
+    def make_head(self, host: str, port: int) -> Head:
+        """Return a head that listens there. Raises EngineStartError."""
         file = self.config.placement.head_key_file
         keys = None if file is None else keys_of_file(file)
-        self._head = Head(host, port, self.config.placement.placer_timeout, keys)
-        if file is None:
-            self._publish(self._head.invitation)
+        return Head(host, port, self.config.placement.placer_timeout, keys)
 
     def listening(self) -> tuple[str, int]:
         """Return the numeric address and the port of this machine at which others reach it.
@@ -46,7 +50,7 @@ class JoinPlacer(Placer):
         host, port = host_and_port(self.config.placement.head_address)
         return numeric_host(host), port
 
-    def _publish(self, invitation: NodeInvitation) -> None:
+    def publish(self, invitation: NodeInvitation) -> None:
         """Write the invitation to a file for this user alone. Raises EngineStartError."""
         self._file = invitation_path(invitation.head, self.config.placement.invitation_file)
         try:
