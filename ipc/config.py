@@ -30,6 +30,7 @@ from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import why_one_stage
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.placement_config import PlacementConfig
+from sidestep.ipc.ray_config import RayConfig
 from sidestep.ipc.scaling_config import ScalingConfig
 
 
@@ -73,6 +74,7 @@ class EngineConfig:
     """Contents of the model's config.json; its `path` is a local folder."""
     placement: PlacementConfig = PlacementConfig()
     scaling: ScalingConfig = ScalingConfig()
+    ray: RayConfig = RayConfig()
     logs: LogConfig = LogConfig()
     tokenizer_path: str | None = None
     """The tokenizer's local folder; None without a tokenizer (skip_tokenizer_init)."""
@@ -117,6 +119,9 @@ class EngineConfig:
             "pipeline_layers",
             f"{layers} have {sum(layers or ())} layers, the model has {spec.num_layers}",
         )
+        if self.placement.placer != "ray":
+            for name in self.ray.given():
+                require(False, name, f"has no meaning with placer {self.placement.placer!r}")
 
     @property
     def max_model_len(self) -> int:
@@ -217,6 +222,16 @@ def visible_gpus_of_environment() -> list[str] | None:
     """Return the GPUs that CUDA programs may see, by number or UUID; None for all."""
     text = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def ray_address_of_environment() -> str | None:
+    """Return the address by which Ray tells its programs of their cluster; None without one."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def tell_ray_to_send_no_statistics() -> None:
+    """Let a Ray cluster that this process starts send no statistics, unless the user wants it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 
 def exact_products_environment() -> dict[str, str]:

@@ -17,13 +17,13 @@ class PlacementConfig(Options):
     placer: str = option(
         "local",
         "Where the processes of the replicas start: 'local' starts them on this machine; 'join' "
-        "on the hosts that have joined by sidestep node.",
+        "on the hosts that have joined by sidestep node; 'ray' on nodes of a Ray cluster.",
         choices=tuple(PLACERS),
     )
     head_address: str | None = option(
         None,
-        "With placer 'join': HOST:PORT at which this program listens for other hosts, and by which "
-        "they reach it, over IPv4. Port 0 takes a free one.",
+        "With placer 'join' or 'ray': HOST:PORT at which this program listens for other hosts, and "
+        "by which they reach it, over IPv4. Port 0 takes a free one, as is the default with 'ray'.",
     )
     invitation_file: str | None = option(
         None,
@@ -38,7 +38,8 @@ class PlacementConfig(Options):
     )
     placer_timeout: float = option(
         300.0,
-        "With placer 'join': seconds that the replicas wait at the start for hosts with room.",
+        "With placer 'join' or 'ray': seconds that the replicas wait at the start for hosts with "
+        "room.",
     )
 
     def __post_init__(self) -> None:
@@ -49,9 +50,15 @@ class PlacementConfig(Options):
             f"must be a number of seconds above 0, not {self.placer_timeout!r}",
         )
         is_join = self.placer == "join"
-        for name in ("head_address", "invitation_file", "head_key_file"):
-            has_meaning = is_join or getattr(self, name) is None
-            require(has_meaning, name, f"has no meaning with placer {self.placer!r}")
+        for name, has_meaning in (
+            ("head_address", is_join or self.placer == "ray"),
+            ("invitation_file", is_join),
+            ("head_key_file", is_join),
+        ):
+            is_given = getattr(self, name) is not None
+            require(
+                has_meaning or not is_given, name, f"has no meaning with placer {self.placer!r}"
+            )
         require(
             self.invitation_file is None or self.head_key_file is None,
             "invitation_file",

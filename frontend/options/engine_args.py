@@ -35,6 +35,7 @@ from sidestep.ipc.model.model_spec import (
     resolve_model_path,
 )
 from sidestep.ipc.placement_config import PlacementConfig
+from sidestep.ipc.ray_config import RayConfig
 from sidestep.ipc.scaling_config import ScalingConfig
 from sidestep.ipc.vllm.options import ENGINE_OPTIONS, takes_vllm_options
 
@@ -49,6 +50,7 @@ CommandLine = TypeVar("CommandLine", bound=argparse.ArgumentParser)
 class EngineArgs(
     LogConfig,
     FrontendConfig,
+    RayConfig,
     PlacementConfig,
     ScalingConfig,
     ParallelConfig,
@@ -96,6 +98,7 @@ class EngineArgs(
             frontend=self._section(FrontendConfig),
             placement=self._section(PlacementConfig),
             scaling=self._section(ScalingConfig),
+            ray=self._section(RayConfig),
             spec=with_head_tokens(spec, tokenizer_path),
             tokenizer_path=tokenizer_path,
             chat_template=self._chat_template_source(),

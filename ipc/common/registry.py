@@ -155,6 +155,7 @@ ROUTERS: dict[str, str] = {
 PLACERS: dict[str, str] = {
     "join": "sidestep.frontend.placement.join:JoinPlacer",
     "local": "sidestep.frontend.placement.local:LocalPlacer",
+    "ray": "sidestep.frontend.placement.on_ray.ray_placer:RayPlacer",
 }
 """Name -> placer, which starts the cores of replicas, here or on other hosts."""
 

@@ -17,6 +17,7 @@ from sidestep.ipc.processes.addresses import remove_address
 from sidestep.ipc.processes.core_args import CoreArgs
 from sidestep.ipc.transport.channels import CoreChannel, FrontendChannel
 from sidestep.ipc.transport.messages import Answer, Call, Ready
+from tests.ray_cluster.nodes import Nodes, imported_ray, ray_nodes
 from tests.unit.frontend.placement.hosts import joined
 
 LIMIT_S = 60.0
@@ -38,7 +39,20 @@ def join() -> Iterator[Placer]:
         yield placer
 
 
-BEGINNINGS: dict[str, Callable[[], AbstractContextManager[Placer]]] = {"join": join, "local": local}
+@contextmanager
+def ray() -> Iterator[Placer]:
+    """Begin the placer of Ray's nodes, in the cluster of the fixture."""
+    placer = make_placer(config("ray"))
+    placer.begin()
+    yield placer
+    placer.close()
+
+
+BEGINNINGS: dict[str, Callable[[], AbstractContextManager[Placer]]] = {
+    "join": join,
+    "local": local,
+    "ray": ray,
+}
 """For each placer: begins it with a host that has room for one core."""
 
 
@@ -46,9 +60,19 @@ def config(name: str) -> EngineConfig:
     return EngineArgs(device="fake", placer=name).create_engine_config()
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Nodes]:
+    """Start a Ray cluster of one node; skip the test where Ray is not installed."""
+    imported_ray()
+    with ray_nodes(1) as nodes:
+        yield nodes
+
+
 @pytest.fixture(params=sorted(registry.PLACERS))
 def placer(request: pytest.FixtureRequest) -> Iterator[Placer]:
     """Yield each placer in turn."""
+    if request.param == "ray":
+        request.getfixturevalue("cluster")
     with BEGINNINGS[request.param]() as begun:
         yield begun
 
