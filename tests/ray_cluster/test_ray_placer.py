@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sidestep import LLM, AsyncLLM, EngineArgs, EngineStartError, SamplingParams
+from sidestep import LLM, AsyncLLM, EngineArgs, EngineStartError, SamplingParams, ValidationError
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.frontend.placement.on_ray.cluster import NAMESPACE
 from sidestep.ipc.params.sampling_params import RequestOutputKind
@@ -185,11 +185,19 @@ def test_a_cluster_that_is_not_there_is_told_at_once() -> None:
         engine(ray_address="127.0.0.1:9")
 
 
-async def test_the_programs_own_connection_is_kept(nodes: Nodes) -> None:
-    ray.init(address=nodes.address)
+async def test_the_programs_own_connection_is_kept_and_labels_choose_the_node(
+    nodes: Nodes,
+) -> None:
+    own = ray.init(address=nodes.address).address_info["node_id"]
     try:
-        async with engine() as llm:
+        (other,) = (
+            node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != own
+        )
+        async with engine(ray_labels={"ray.io/node-id": other}) as llm:
             await tokens_of(llm, [1], 4)
+            assert nodes_of_groups() == [{other}]
         assert ray.is_initialized()
+        with pytest.raises(ValidationError, match="ray_address"):
+            engine(ray_address="local")
     finally:
         ray.shutdown()

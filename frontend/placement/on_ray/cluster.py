@@ -58,7 +58,8 @@ class RayCluster:
             )
 
     def __repr__(self) -> str:
-        return f"RayCluster({self._gcs_address}, {'ours' if self._is_ours else 'the program'})"
+        where = self._gcs_address if self.is_joined else "left"
+        return f"RayCluster({where}, by {'this' if self._is_ours else 'the program'})"
 
     @property
     def _gcs_address(self) -> str:
