@@ -46,6 +46,7 @@ class RemoteCore(PlacedCore):
         self._is_watched = False
         self._has_computed = False
         self._callbacks: list[Callable[[str], None]] = []
+        self._left: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._home = Home()
@@ -78,8 +79,15 @@ class RemoteCore(PlacedCore):
             self._cause, self._end_is_of_host, self._notes = cause, of_host, notes
             self._ended.set()
             callbacks = [] if self._is_stopping else self._callbacks
+            left = self._left if self._is_stopping else []
+        for each in left:
+            each()
         for callback in callbacks:
             callback(cause)
+
+    def on_left(self, callback: Callable[[], None]) -> None:
+        """Call `callback()` when it ends because it was let go. Set before it can end."""
+        self._left.append(callback)
 
     # The part that its frontend uses.
 

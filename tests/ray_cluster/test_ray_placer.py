@@ -201,3 +201,21 @@ async def test_the_programs_own_connection_is_kept_and_labels_choose_the_node(
             engine(ray_address="local")
     finally:
         ray.shutdown()
+
+
+async def test_a_replica_that_leaves_gives_its_node_back(nodes: Nodes) -> None:
+    scaling: dict[str, Any] = {"max_replicas": 2, "scale_up_ttft": 0.2, "scale_down_after": 1.0}
+    async with engine(fake_step_ms=20.0, max_num_seqs=4, **scaling) as llm:
+
+        async def actors_are() -> int:
+            await asyncio.sleep(0.05)
+            return len(actors())
+
+        tasks = [asyncio.create_task(tokens_of(llm, [each + 1], 60)) for each in range(60)]
+        await until(actors_are, lambda count: count == 2)
+        async with asyncio.timeout(LIMIT_S):
+            assert await asyncio.gather(*tasks) == [
+                expected(llm, [each + 1], 60) for each in range(60)
+            ]
+        await until(actors_are, lambda count: count == 1)
+        assert len(nodes_of_groups()) == 1

@@ -34,6 +34,10 @@ class RayPlacer(JoinPlacer):
         self._lock = threading.Lock()
         self._waiting: dict[int, RemoteCore] = {}
         """By replica: the core that was placed last, until its host has joined."""
+        self._last: dict[int, RemoteCore] = {}
+        """By replica: the core that was placed last."""
+        self._replicas: dict[str, int] = {}
+        """By the name of an agent: its replica."""
 
     def begin(self) -> None:
         """Join or start a Ray cluster. Room is asked for when cores are placed."""
@@ -87,9 +91,12 @@ class RayPlacer(JoinPlacer):
 
     def place(self, args: CoreArgs) -> PlacedCore:
         """Start a core on its replica's node, as soon as Ray has given one."""
+        names = self.agent_names(args.replica)
         with self._lock:
-            core = self.head.place(args, self.agent_names(args.replica))
-            self._waiting[args.replica] = core
+            self._replicas |= dict.fromkeys(names, args.replica)
+            core = self.head.place(args, names)
+            core.on_left(lambda: self._left(core))
+            self._waiting[args.replica] = self._last[args.replica] = core
         return core
 
     def close(self) -> None:
@@ -101,11 +108,18 @@ class RayPlacer(JoinPlacer):
             self._cluster.close()
 
     def _on_joined(self, name: str) -> None:
-        for replica in range(self.config.parallel.data_parallel_size):
-            if name in self.agent_names(replica):
-                with self._lock:
-                    self._waiting.pop(replica, None)
-                self.rooms.joined(replica, name)
+        replica = self._replicas.get(name)
+        if replica is not None:
+            with self._lock:
+                self._waiting.pop(replica, None)
+            self.rooms.joined(replica, name)
+
+    def _left(self, core: RemoteCore) -> None:
+        """Give the room of a replica back that has left the engine, and gets no other core."""
+        with self._lock:
+            is_last = self._last.get(core.args.replica) is core
+        if is_last and self._rooms is not None:
+            self._rooms.release(core.args.replica)
 
     def _on_failure(self, replica: int, cause: str) -> None:
         """Fail the engine's start. Later, the room is asked for again."""

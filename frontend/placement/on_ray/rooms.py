@@ -88,6 +88,8 @@ class Rooms:
         self._rooms: dict[int, _Room] = {}
         self._due: dict[int, float] = {}
         """Replicas that want room -> time from which Ray may be asked."""
+        self._released: set[int] = set()
+        """Replicas whose rooms are to be given back."""
         self._failures: dict[int, int] = {}
         self._told: set[int] = set()
         """Replicas that wait, as the log says."""
@@ -107,6 +109,13 @@ class Rooms:
             if replica in self._due or (room is not None and not room.has_joined):
                 return
             self._due[replica] = time.monotonic()
+            self._change.notify()
+
+    def release(self, replica: int) -> None:
+        """Give the room of a replica back, without another."""
+        with self._change:
+            self._due.pop(replica, None)
+            self._released.add(replica)
             self._change.notify()
 
     def joined(self, replica: int, name: str) -> None:
@@ -135,13 +144,19 @@ class Rooms:
         while True:
             with self._change:
                 now = time.monotonic()
-                while not self._closed and not any(due <= now for due in self._due.values()):
+                while not (
+                    self._closed or self._released or any(due <= now for due in self._due.values())
+                ):
                     pause = min(self._due.values(), default=now + threading.TIMEOUT_MAX / 2) - now
                     self._change.wait(pause)
                     now = time.monotonic()
                 if self._closed:
                     return
+                released, self._released = self._released, set()
                 wanted = sorted(replica for replica, due in self._due.items() if due <= now)
+            for replica in released:
+                if (room := self._rooms.pop(replica, None)) is not None:
+                    self._give_back(room)
             for replica in wanted:
                 try:
                     self._ask(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import zmq
@@ -22,7 +23,7 @@ def events() -> Events:
 
 @pytest.fixture
 def head(events: Events) -> Iterator[Head]:
-    """Yield a head whose placer notes all that it is told."""
+    """Yield a head whose placer notes all that it hears."""
     made = Head(
         "127.0.0.1",
         0,
@@ -60,3 +61,16 @@ def test_a_core_whose_host_will_not_come_ends_with_the_cause(head: Head) -> None
     core = head.place(args(), ["its own"])
     head.give_up(core, "there is no room")
     assert death_of(core) == "there is no room" and not core.end_is_of_host
+
+
+def test_a_core_that_is_let_go_has_left_and_one_that_dies_has_not(head: Head) -> None:
+    left: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in ("dies", "leaves"):
+        core = head.place(args(), ["its own"])
+        core.on_left(partial(left.put, name))
+        if name == "dies":
+            head.give_up(core, "it dies")
+            assert death_of(core) == "it dies"
+        else:
+            core.let_go()
+    assert left.get(timeout=LIMIT_S) == "leaves"
