@@ -28,7 +28,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch_order import reads_early
 
-# Triton 3.9 has this by another name than 3.6.
+# Triton 3.9 has these by other names than 3.6.
+_load = getattr(
+    async_copy,
+    "async_load" if hasattr(async_copy, "async_load") else "async_copy_global_to_shared",
+)
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 LOWEST = gl.constexpr(-3.0e38)
@@ -68,10 +72,10 @@ def _ask_for_tile(
     source = begin + key[:, None] * D + dims[None, :]
     there = (index * TILE + key < stored)[:, None] & (dims < H)[None, :]
     second = source + KVH * (PAGE * D)
-    async_copy.async_copy_global_to_shared(low_keys, source, mask=there)
-    async_copy.async_copy_global_to_shared(low_values, second, mask=there)
-    async_copy.async_copy_global_to_shared(high_keys, source + H, mask=there)
-    async_copy.async_copy_global_to_shared(high_values, second + H, mask=there)
+    _load(low_keys, source, mask=there)
+    _load(low_values, second, mask=there)
+    _load(high_keys, source + H, mask=there)
+    _load(high_values, second + H, mask=there)
 
 
 @gluon.jit
