@@ -13,6 +13,7 @@ from sidestep.frontend.replicas.recovery_counts import RecoveryCounts
 from sidestep.frontend.replicas.replica_status import ReplicaStatus
 from sidestep.frontend.replicas.scaling.keeper import GuestKeeper, Keeper, OwnKeeper
 from sidestep.frontend.replicas.supervisor import OwnSupervisor, Supervisor
+from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.transport.messages import Ready
 from sidestep.ipc.transport.owner_line import Leaving, Loaded
@@ -109,11 +110,15 @@ class Membership(CoreQuestions):
 
     # The owner's decisions.
 
-    def bring(self) -> None:
-        """Let one more replica join, if one is absent and the engine does not sleep."""
+    @property
+    def can_bring(self) -> bool:
+        """Whether one more replica may join: one is absent, and the engine does not sleep."""
         assert isinstance(self._supervisor, OwnSupervisor)
-        if not self._absent or self._supervisor.sleeps:
-            return
+        return bool(self._absent) and not self._supervisor.sleeps
+
+    def bring(self) -> None:
+        """Let one more replica join."""
+        assert isinstance(self._supervisor, OwnSupervisor)
         replica = min(self._absent)
         self.expect(replica)
         self.counts.joined += 1
@@ -174,6 +179,7 @@ class Membership(CoreQuestions):
         self._absent.add(replica)
         self._ready.pop(replica, None)
         if (client := self._clients.pop(replica, None)) is not None:
+            client.fail_calls(EngineDeadError(self.named(replica, "it has left the engine")))
             client.retire()
             self._retired = [each for each in self._retired if not each.has_ended]
             self._retired.append(client)

@@ -334,6 +334,7 @@ class ReplicaSet(Membership):
         self._watch.stop()
         self._supervisor.attach(loop)
         self._guests.attach(loop)
+        self.look_at_load()
 
     def attach_client(self, replica: int) -> None:
         """Bind the client of a replica to the event loop, if that runs."""

@@ -44,6 +44,10 @@ class Members(Protocol):
     def load(self) -> Loaded:
         """Return the load of this frontend and of all that it has invited."""
 
+    @property
+    def can_bring(self) -> bool:
+        """Whether one more replica may join: one is absent, and the engine does not sleep."""
+
     def bring(self) -> None:
         """Let one more replica join."""
 
@@ -128,16 +132,18 @@ class OwnKeeper(Keeper):
                 self._leaving = None
         elif members.is_steady:
             self._decide(Load(load.forecast_s, load.running, members.places), now)
+        excess = members.num_serving - self._limits.least
         return (
             self._leaving is not None
             or load.running > 0
             or not members.is_steady
-            or members.num_serving != self._limits.least
+            or excess > 0
+            or (excess < 0 and members.can_bring)
         )
 
     def _decide(self, load: Load, now: float) -> None:
         change = self._scaler.decide(load, self._members.num_serving, now)
-        if change > 0:
+        if change > 0 and self._members.can_bring:
             logger.warning("a replica joins: a first token would take %.1f s", load.forecast_s)
             self._members.bring()
         elif change < 0 and (replica := self._members.retire()) is not None:
