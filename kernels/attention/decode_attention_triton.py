@@ -22,14 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_few import FewScratch, decode_few
-from sidestep.kernels.attention.decode_rows_triton import (
-    blocks_of,
-    place_of,
-    row_at,
-    sink_mass,
-)
+from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
 from sidestep.kernels.attention.kv_codes_triton import (
     CodedCache,
     load_coded,
@@ -74,6 +70,7 @@ class DecodeScratch:
         )
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        self.memory = self.partial, self.stats, self.counters
         self.few: FewScratch | None = None
         if config.few is not None and queries == 1 and has_pdl(device):
             self.few = FewScratch(num_heads, num_kv_heads, head_dim, device, config.few)
@@ -421,6 +418,16 @@ def decode_attention(
         )
         return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
+    if (
+        isinstance(cache, CodedCache)
+        and queries == 1
+        and takes_codes(q, cache, scratch.config, num_heads)
+    ):
+        decode_codes(
+            q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.memory, scratch.config,
+            num_heads=num_heads, window=window, scale=scale, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        return
     _, twice_kv_heads, page, dim = cache.shape
     memory, numbers, numbers_stride, code_format = parts_of(cache)
     kv_heads, config = twice_kv_heads // 2, scratch.config
