@@ -2,6 +2,7 @@
 
     python benchmarks/kernels/gpu_step.py [--models qwen3-0.6b llama-3.1-8b]
         [--batches 1 8 64 256] [--context 1024] [--prompts 8] [--drafts 4]
+        [--kv-cache-dtypes auto fp8 int8]
 
 It drives the worker's runner in this process, without the engine around it: the step alone. For
 each batch size it prints:
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import sys
 import tempfile
 from collections import defaultdict
@@ -37,6 +39,7 @@ from benchmarks.workloads import MODELS, write_model
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES, with_kv_cache_dtype
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from sidestep.ipc.transport.slot_columns import empty_tables
@@ -72,7 +75,7 @@ def make_runner(
     runner = GpuRunner(
         WorkerArgs(
             rank=0,
-            spec=load_model_spec(path),
+            spec=with_kv_cache_dtype(load_model_spec(path), options["kv_cache_dtype"]),
             model=ModelConfig(model=path, load_format="dummy"),
             cache=CacheConfig(num_kv_blocks=blocks, block_size=options["block_size"]),
             parallel=ParallelConfig(device="cuda", enforce_eager=options["enforce_eager"]),
@@ -87,7 +90,11 @@ def make_runner(
     assert runner._model.kernels is not None
     with torch.inference_mode():
         for part in runner._model.kernels.attention.cache.parts:
-            part.view(runner._setup.dtype).normal_()
+            if options["kv_cache_dtype"] == AUTO:
+                part.view(runner._setup.dtype).normal_()
+            else:
+                # As codes or as scales, these bytes are numbers of ordinary sizes.
+                part.view(torch.uint8).random_(0, 64)
     return runner
 
 
@@ -221,8 +228,8 @@ def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, 
     It is the weights, or every row's keys and values; of experts, those that as many rows choose on
     average.
     """
-    kv = sum(2 * mixer.num_kv_heads * mixer.head_dim for mixer in attention_of(spec.layers))
-    read = defaultdict(float, attention=2.0 * kv * context * rows)
+    kv = sum(mixer.kv().token_bytes(2) for mixer in attention_of(spec.layers))
+    read = defaultdict(float, attention=float(kv * context * rows))
     for index, layer in enumerate(spec.layers):
         for matrix in layer.matrices(spec.hidden_size):
             name = f"model.layers.{index}.{matrix.name}"
@@ -294,10 +301,17 @@ def report(
         print("\n".join(part_lines(kernels, bounds, seconds)))
 
 
-def report_model(model: str, args: argparse.Namespace, speed: float) -> None:
+def report_model(model: str, kv_cache_dtype: str, args: argparse.Namespace, speed: float) -> None:
     """Print the steps of a model that is loaded once."""
     most = max([*args.batches, *args.prompts])
-    options = {"block_size": args.block_size, "enforce_eager": args.eager, "drafts": args.drafts}
+    options = {
+        "block_size": args.block_size,
+        "enforce_eager": args.eager,
+        "drafts": args.drafts,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    if kv_cache_dtype != AUTO:
+        print(f"\nkeys and values as {kv_cache_dtype}:")
     tokens = max(2048, args.context * max(args.prompts, default=0))
     runner = make_runner(model, most, args.context, tokens, options)
     for rows in args.batches:
@@ -319,13 +333,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--drafts", type=int, default=0, help="of each row of a batch")
     parser.add_argument("--block-size", type=int)
+    parser.add_argument(
+        "--kv-cache-dtypes", nargs="+", default=[AUTO], choices=list(KV_CACHE_DTYPES)
+    )
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--top", type=int, default=14, help="kernels to print")
     args = parser.parse_args()
     speed = read_speed()
     print(f"reading: {speed / 1e12:.2f} TB/s")
-    for model in args.models:
-        report_model(model, args, speed)
+    for model, dtype in itertools.product(args.models, args.kv_cache_dtypes):
+        report_model(model, dtype, args, speed)
 
 
 if __name__ == "__main__":

@@ -156,10 +156,8 @@ def _log2_of(x):
 
 
 @gluon.jit
-def _placed(q):
-    """Return q [heads, D] with its dimensions where _first_keys has those of keys."""
-    HEADS: gl.constexpr = q.shape[0]
-    D: gl.constexpr = q.shape[1]
+def _placed(q, HEADS: gl.constexpr, D: gl.constexpr):
+    """Return q [HEADS, D] with its dimensions where _first_keys has those of keys."""
     return q.reshape(HEADS, 4, D // 16, 2, 2).permute(0, 2, 3, 1, 4).reshape(HEADS, D)
 
 
@@ -395,7 +393,7 @@ def _decode_codes(
         exponent = gl.maximum(size.to(gl.int32, bitcast=True) >> 23, 16)
         up = ((262 - exponent) << 23).to(gl.float32, bitcast=True)
         unit = ((exponent - 8) << 23).to(gl.float32, bitcast=True) * scale
-        query = _placed((given * up).to(gl.float16)).permute([1, 0])
+        query = _placed((given * up).to(gl.float16), HEADS, D).permute([1, 0])
         query = gl.convert_layout(query, gl.SliceLayout(0, SECOND))
         query = gl.expand_dims(query, 0) + gl.zeros([W, D, HEADS], gl.float16, SECOND)
         # 4. Attend to the keys.
