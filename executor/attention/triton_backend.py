@@ -89,6 +89,7 @@ class TritonAttention(AttentionBackend):
         ]
         self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
+        coded = any(kept.format in ("fp8", "int8") for kept in setup.kv_layout.layers)
         self._scratches = {
             queries: DecodeScratch(
                 shape.num_heads,
@@ -102,6 +103,7 @@ class TritonAttention(AttentionBackend):
                     shape.num_heads,
                     shape.num_kv_heads,
                     queries,
+                    bytes_of_codes=coded,
                 ),
                 queries,
             )

@@ -67,9 +67,19 @@ def decode_config(head_dim: int, itemsize: int, num_heads: int) -> DecodeConfig:
 
 
 def config_of(
-    head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, queries: int
+    head_dim: int,
+    itemsize: int,
+    num_heads: int,
+    num_kv_heads: int,
+    queries: int,
+    *,
+    bytes_of_codes: bool = False,
 ) -> DecodeConfig:
-    """Return the configuration for rows of `queries` query tokens."""
+    """Return the configuration for rows of `queries` query tokens.
+
+    bytes_of_codes: whether layers have codes of 8 bits, which take another kernel where it can. The
+    others then take this configuration too.
+    """
     rows = queries * (num_heads // num_kv_heads)
     if queries > 1 and rows <= _FOUR_WARPS and head_dim * itemsize <= 256:
         if rows <= _ONE_WARP:
@@ -81,6 +91,8 @@ def config_of(
             tile=64, num_warps=4, programs_per_processor=2, min_tiles_of_several=1, combined=8192
         )
     config = decode_config(head_dim, itemsize, num_heads)
+    if bytes_of_codes and head_dim <= 128:
+        config = replace(config, num_stages=_STAGES_OF_CODES)
     return replace(config, few=few_config(head_dim, itemsize, num_heads // num_kv_heads))
 
 
@@ -91,5 +103,7 @@ def few_config(head_dim: int, itemsize: int, group: int) -> FewConfig | None:
     return FewConfig()
 
 
+_STAGES_OF_CODES = 4
+"""Tiles of codes in shared memory, which are half as large as those of numbers."""
 _ONE_WARP, _FOUR_WARPS = 16, 32
 """Rows of queries of a KV head for which one warp, and four, have the registers."""
