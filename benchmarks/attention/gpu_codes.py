@@ -30,16 +30,46 @@ from sidestep.kernels.attention.kv_codes_triton import CodedCache
 from sidestep.kernels.ops.kv_quantization import CodeFormat, dequantize, quantize
 
 BITS = {"model": 16, "fp8": 8, "int8": 8, "int4": 4}
+_OTHERS = (
+    (32, 2, 3, 4),
+    (32, 2, 5, 4),
+    (32, 2, 3, 6),
+    (32, 2, 4, 5),
+    (32, 1, 4, 6),
+    (32, 1, 3, 8),
+    (64, 4, 3, 3),
+    (64, 4, 3, 2),
+    (64, 4, 4, 2),
+    (64, 2, 3, 3),
+    (64, 2, 2, 4),
+)
+"""Other configurations for codes of 8 bits: keys of a tile, warps, stages and programs."""
 
 
-def configurations(model: Model) -> dict[str, DecodeConfig]:
-    """Return configurations by name; the shipped one is the first."""
-    shipped = config_of(model.head_dim, 2, model.heads, model.kv_heads, 1)
-    return {
-        "shipped": shipped,
-        "4 stages": dataclasses.replace(shipped, num_stages=4),
-        "6 programs": dataclasses.replace(shipped, programs_per_processor=6),
-        "64 keys": dataclasses.replace(shipped, tile=64, num_warps=4, programs_per_processor=3),
+def configurations(model: Model, name: str) -> dict[str, DecodeConfig]:
+    """Return configurations by name for a format; the shipped one is the first."""
+    coded = BITS[name] == 8
+    shipped = dataclasses.replace(
+        config_of(model.head_dim, 2, model.heads, model.kv_heads, 1, bytes_of_codes=coded),
+        few=None,
+    )
+    if not coded:
+        return {
+            "shipped": shipped,
+            "4 stages": dataclasses.replace(shipped, num_stages=4),
+            "6 programs": dataclasses.replace(shipped, programs_per_processor=6),
+            "64 keys": dataclasses.replace(shipped, tile=64, num_warps=4, programs_per_processor=3),
+        }
+    return {"shipped": shipped} | {
+        f"{tile} keys, {warps} warps, {stages} stages, {programs} programs": dataclasses.replace(
+            shipped,
+            tile=tile,
+            num_warps=warps,
+            num_stages=stages,
+            programs_per_processor=programs,
+            min_tiles=shipped.min_tiles * shipped.tile // tile,
+        )
+        for tile, warps, stages, programs in _OTHERS
     }
 
 
@@ -102,7 +132,7 @@ class CodedDecode(Decode):
 def _compile(index: int, of: int, formats: list[str]) -> None:
     """Compile this process's share of the kernels for up to 16 rows, by running them."""
     torch.cuda.set_device(0)
-    configs = [(name, c) for name in formats for c in configurations(MODELS[1]).values()]
+    configs = [(name, c) for name in formats for c in configurations(MODELS[1], name).values()]
     for name, config in configs[index::of]:
         CodedDecode(MODELS[1], [70], name, copies=1).calls(config)[0]()
 
@@ -126,7 +156,7 @@ def main() -> None:
             decode = CodedDecode(model, [length] * rows, name)
             times = {
                 key: attempt(lambda c=config, d=decode: d.time(c))
-                for key, config in configurations(model).items()
+                for key, config in configurations(model, name).items()
             }
             plain = min(times.values()) if name == "model" else plain
             print(

@@ -13,8 +13,8 @@ from sidestep.kernels.attention.scores_triton import LOG2_E
 from sidestep.kernels.launch import has_pdl, pdl
 
 _FORMATS, _DIMS, _MOST_HEADS = ("fp8", "int8"), (64, 128), 16
-_BYTES_AT_ONCE = 64
-"""Bytes of which the distances between heads and blocks are multiples, for whole copies."""
+_ALIGNED = 64
+"""The bytes of which a block's place is a multiple, so that copies of 16 are whole."""
 
 
 def takes_codes(q: Tensor, cache: CodedCache, config: DecodeConfig, num_heads: int) -> bool:
@@ -29,8 +29,8 @@ def takes_codes(q: Tensor, cache: CodedCache, config: DecodeConfig, num_heads: i
         and page % config.tile == 0
         and config.tile % (16 * config.num_warps) == 0
         and 2 <= config.num_stages <= 8
-        and cache.codes.stride(0) % _BYTES_AT_ONCE == 0
-        and cache.codes.storage_offset() % _BYTES_AT_ONCE == 0
+        and cache.codes.stride(0) % _ALIGNED == 0
+        and cache.codes.storage_offset() % _ALIGNED == 0
     )
 
 

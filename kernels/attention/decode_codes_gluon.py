@@ -177,7 +177,7 @@ def _ask(
     TILE: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """Copy a tile's codes to shared memory. Those behind the last token become 0."""
+    """Copy a tile's codes to shared memory. Codes behind the last token become 0."""
     LAYOUT: gl.constexpr = gl.BlockedLayout(
         [1, 4], [128 // WORDS, WORDS // 4], [num_warps, 1], [1, 0]
     )
@@ -309,7 +309,7 @@ def _decode_codes(
     W: gl.constexpr = num_warps
     TW: gl.constexpr = TILE // W
     WORDS: gl.constexpr = D // 4
-    # Of a warp's products, the columns are heads. The rows are keys, and then dimensions.
+    # The columns of a warp's products are heads. The rows are keys, and then dimensions.
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [W, 1, 1], [1, 16, 8])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     SECOND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)

@@ -47,7 +47,14 @@ def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
     out, tables = bf16(TOKENS, model.heads * model.dim), i32(_SLOTS, 600)
     rows, starts = i32(_ROWS), i32(_ROWS + 1)
     for queries in (1, _QUERIES):
-        config = decode_config.config_of(model.dim, 2, model.heads, model.kv_heads, queries)
+        config = decode_config.config_of(
+            model.dim,
+            2,
+            model.heads,
+            model.kv_heads,
+            queries,
+            bytes_of_codes=cache.format != "int4",
+        )
         scratch = decode_attention_triton.DecodeScratch(
             model.heads, model.kv_heads, model.dim, _ROWS, q.device, config, queries
         )
