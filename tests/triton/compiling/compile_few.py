@@ -39,7 +39,7 @@ def launch_few(
     )
     if scratch.few is None or not scratch.few.takes(16, page):
         return
-    work, tables, rows = scratch.few.new_work(), i32(_SLOTS, 600), i32(16)
+    work, tables, rows = scratch.few.new_work(16), i32(_SLOTS, 600), i32(16)
     scratch.few.plan(work, rows, rows, rows, tables, page, window)
     for softcap, sinks in ((None, None), (50.0, f32(model.heads))):
         decode_attention_triton.decode_attention(
