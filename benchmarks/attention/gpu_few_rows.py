@@ -145,7 +145,8 @@ def _compile(index: int, of: int, names: list[str]) -> None:
     torch.cuda.set_device(0)
     configs = [(m, c) for m in names for c in variants(ALL_MODELS[m]).values()]
     for name, config in configs[index::of]:
-        errors(ALL_MODELS[name], [70], config)
+        for lengths in ([70], [70, 70]):
+            errors(ALL_MODELS[name], lengths, config)
 
 
 def _report(model: Model, rows: int, context: int, ceilings: Ceilings) -> None:

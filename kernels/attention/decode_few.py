@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from sidestep.kernels.attention.decode_config import FewConfig
@@ -12,7 +11,6 @@ from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.attention.scores_triton import LOG2_E
 from sidestep.kernels.launch import num_processors, pdl
-
 
 MOST_COMBINED = 32
 """The most parts of a row that a program adds up at once."""
