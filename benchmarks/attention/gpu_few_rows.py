@@ -47,7 +47,7 @@ def variants(model: Model) -> dict[str, DecodeConfig]:
         "32p4s3": FewConfig(stages=3),
         "32p2s3": FewConfig(stages=3, programs_per_processor=2),
         "64p2s2": FewConfig(tile=64, programs_per_processor=2),
-        "64p1s3": FewConfig(tile=64, stages=3, programs_per_processor=1),
+        "64p2s3": FewConfig(tile=64, stages=3, programs_per_processor=2),
         "64p2s2 early": FewConfig(tile=64, programs_per_processor=2, next_early=True),
         "16p8s2": FewConfig(tile=16, programs_per_processor=8),
     }
