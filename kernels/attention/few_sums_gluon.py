@@ -10,7 +10,7 @@ from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 
 LOWEST = gl.constexpr(-3.0e38)
 ABSENT = gl.constexpr(-1)
-"""What scratch memory holds where no part is."""
+"""Scratch memory holds this where no part is."""
 
 
 @gluon.jit
