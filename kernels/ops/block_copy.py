@@ -14,7 +14,7 @@ def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     A negative source is skipped. No block is a source of one copy and the target of another.
     """
     if on_gpu(caches):
-        from sidestep.kernels.attention.block_copy_triton import copy_blocks as launch
+        from sidestep.kernels.triton.block_copy_triton import copy_blocks as launch
 
         launch(caches, sources, targets)
         return

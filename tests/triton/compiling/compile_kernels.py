@@ -30,7 +30,6 @@ from triton.runtime.jit import JITFunction
 from sidestep.kernels import launch
 from sidestep.kernels.attention import (
     attention_plan_triton,
-    block_copy_triton,
     decode_attention_triton,
     decode_config,
     prefill_attention_triton,
@@ -52,6 +51,7 @@ from sidestep.kernels.recurrent.state_rows import StateRows
 from sidestep.kernels.speculation import accept_triton, ngram_triton
 from sidestep.kernels.sums import all_reduce_triton, peer_memory_triton
 from sidestep.kernels.triton import (
+    block_copy_triton,
     mask_logits_triton,
     prepare_step_triton,
     rms_norm_triton,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention import block_copy_triton
 from sidestep.kernels.ops import block_copy
+from sidestep.kernels.triton import block_copy_triton
 from tests.triton.support import (
     DEVICE,
     DTYPE,
