@@ -90,11 +90,11 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
     if name == "auto":
         name = "torch" if device.type == "cpu" else "triton"
     backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
-    coded = any(mixer.kv_format != "model" for mixer in attention_of(args.spec.layers))
-    if coded and not backend.keeps_codes:
+    formats = {mixer.kv_format for mixer in attention_of(args.spec.layers)} - {"model"}
+    if formats and not backend.keeps_codes:
         raise EngineStartError(
             f"kv_cache_dtype: attention_backend {name!r} keeps keys and values in the model's type "
-            f"('auto'), not as {args.cache.kv_cache_dtype!r}; change one of the two"
+            f"('model'), not as {formats.pop()}; change one of the two"
         )
     reason = backend.missing(device)
     if reason is not None:

@@ -87,6 +87,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Scheme of the matrices that no rule names."""
     online: bool = False
     """Whether the checkpoint is plain, and matrices are quantized while they are loaded."""
+    fp8_kv: bool = False
+    """Whether the files ask for keys and values in e4m3."""
 
     @property
     def is_empty(self) -> bool:
