@@ -70,7 +70,7 @@ class EncodedMatrices:
         if scheme is None:
             return None
         plain = weights.get(f"{wanted.name}.weight", wanted.shape, rows=wanted.rows)
-        return part_of_columns(encode(plain, scheme), wanted)
+        return part_of_columns(encode(plain, scheme, finds_zeros=self._spec.online), wanted)
 
 
 def matrices_of(spec: QuantizationSpec | None) -> Matrices | None:
