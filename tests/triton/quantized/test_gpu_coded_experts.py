@@ -1,4 +1,4 @@
-"""Experts that are quantized while they are loaded give the CPU's tokens on a stand-in for a GPU."""
+"""Experts that are quantized while they load give a CPU's tokens on a stand-in for a GPU."""
 
 from __future__ import annotations
 

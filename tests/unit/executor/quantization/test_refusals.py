@@ -224,14 +224,6 @@ def test_codes_of_which_no_file_says_anything_are_refused(tmp_path: Path) -> Non
     assert "nothing there says how it is quantized" in refusal(path)
 
 
-def test_a_tied_head_is_not_read_in_a_quantized_form(tmp_path: Path) -> None:
-    own = CASES["gptq"]["quantized-head"]
-    path = write(own, tmp_path).quantized
-    config = Path(path) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
-    assert "lm_head.g_idx and 3 more" in refusal(path)
-
-
 def test_embeddings_are_not_read_in_a_quantized_form(tmp_path: Path) -> None:
     config = json.loads(json.dumps(GROUPS))
     config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
