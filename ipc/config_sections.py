@@ -193,9 +193,10 @@ class CacheConfig(Options):
     enable_prefix_caching: bool = option(True, "Reuse KV blocks of equal prefixes.")
     kv_cache_dtype: str = option(
         AUTO,
-        "How keys and values are kept: 'auto' in the model's type; fp8 (e4m3), int8 or "
-        "int4_per_token_head with a scale for each token and head. The names *_per_token_head and "
-        "fp8_e4m3 mean the same as fp8 and int8.",
+        "How keys and values are kept: 'model' in the model's type; fp8 (e4m3), int8 or "
+        "int4_per_token_head with a scale for each token and head. fp8 (or fp8_e4m3) takes the "
+        "checkpoint's scales where it has some, fp8_per_token_head never; int8_per_token_head "
+        "means int8. 'auto' means fp8 if the model's files ask for it, and else 'model'.",
         choices=tuple(KV_CACHE_DTYPES),
     )
     kv_cache_dtype_skip_layers: list[str] | None = option(

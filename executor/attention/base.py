@@ -223,7 +223,12 @@ class AttentionBackend(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
 
@@ -231,6 +236,7 @@ class AttentionBackend(abc.ABC):
         other one has attended before, in this step. Queries and keys are normed where the model
         does so, and the rotary embedding is applied to them; keys and values are written to the
         cache; each token attends to the tokens before it and to itself. sinks float32 [H]: a score
-        of each query head that the softmax's denominator has beside those of the keys. May write
-        over qkv.
+        of each query head that the softmax's denominator has beside those of the keys. kv_scales
+        float16 [2 KVH]: scales of the codes of keys, and behind them of values; one that is 0
+        stands for a scale of each token, and so does None. May write over qkv.
         """

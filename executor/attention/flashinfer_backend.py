@@ -86,10 +86,16 @@ class FlashInferAttention(AttentionBackend):
         self._wrappers.plan(host)
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values to the cache, then attend: decode rows, then the others."""
         assert sinks is None, "models with sinks are refused at the start"
+        assert kv_scales is None, "codes are refused at the start"
         shape, setup, rows = self._shape, self._setup, self._num_decode
         batch, wrappers = self._batch, self._wrappers
         assert batch is not None and wrappers is not None, "begin_step comes first"

@@ -56,11 +56,16 @@ class MixedShapes(AttentionBackend):
             backend.begin_step(batch)
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Attend with the backend of the layer's shape."""
         backend, index = self._of_layer[layer]
-        return backend.attend(index, qkv, norms, sinks)
+        return backend.attend(index, qkv, norms, sinks, kv_scales)
 
 
 def _setup_of(

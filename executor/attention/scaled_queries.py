@@ -41,11 +41,16 @@ class ScaledQueries(AttentionBackend):
         self._inner.begin_step(batch)
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Scale the queries, and attend."""
         factors = self._factors[self._shape.table(layer)]
         if factors is not None:
             assert norms is None, "a norm would undo the factor"
             qkv[:, : self._shape.num_heads * self._shape.head_dim].mul_(factors)
-        return self._inner.attend(layer, qkv, norms, sinks)
+        return self._inner.attend(layer, qkv, norms, sinks, kv_scales)

@@ -128,7 +128,12 @@ class TorchAttention(AttentionBackend):
         ]
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate queries and keys, then write the cache and attend."""
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
@@ -140,13 +145,15 @@ class TorchAttention(AttentionBackend):
             )
         turned = self._rotary[self._shape.table(layer)]
         apply_rotary(by_head[:, : heads + kv_heads], *turned)
-        return self._attend(layer, by_head[:, :heads], by_head[:, heads:], sinks).flatten(1)
+        kv = by_head[:, heads:]
+        if self._shape.source(layer) == layer:
+            slots = self._slot_mapping[self._places[layer].group]
+            kv = self._layers[layer].write(kv, slots, kv_scales)
+        return self._attend(layer, by_head[:, :heads], kv, sinks).flatten(1)
 
     def _attend(self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor | None) -> Tensor:
-        """Write keys and values to the cache; return the attention [T, H, D] of q [T, H, D]."""
+        """Return the attention [T, H, D] of q [T, H, D]. kv: float32, as it is stored."""
         blocks, rows, group = self._layers[layer], self._num_decode, self._places[layer].group
-        if self._shape.source(layer) == layer:
-            kv = blocks.write(kv, self._slot_mapping[group])
         if not self._chunks:
             return self._decode(layer, q, kv, sinks)
         out = torch.empty_like(q)

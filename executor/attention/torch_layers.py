@@ -16,10 +16,11 @@ class LayerBlocks(abc.ABC):
     """The blocks of one layer."""
 
     @abc.abstractmethod
-    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+    def write(self, kv: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
         """Store tokens kv [T, 2 KVH, D], the keys first; return them as they will be read.
 
-        slots: int64 [T], block id * block size + offset, all different. Returns float32.
+        slots: int64 [T], block id * block size + offset, all different. scales: see
+        `AttentionBackend.attend`. Returns float32.
         """
 
     @abc.abstractmethod
@@ -48,9 +49,9 @@ class FiniteBlocks(LayerBlocks):
     def __init__(self, blocks: LayerBlocks) -> None:
         self._blocks = blocks
 
-    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+    def write(self, kv: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
         """Store tokens."""
-        return self._blocks.write(kv, slots)
+        return self._blocks.write(kv, slots, scales)
 
     def read(self, blocks: Tensor) -> Tensor:
         """Return the tokens of blocks, with 0 for all that is not finite."""
@@ -68,7 +69,7 @@ class PlainBlocks(LayerBlocks):
         # A layer may have a part of a block's memory; then its blocks lie apart.
         self._tokens = self._cache.flatten(0, 1) if self._cache.is_contiguous() else None
 
-    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+    def write(self, kv: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
         """Store tokens."""
         if self._tokens is not None:
             self._tokens.index_copy_(0, slots, kv)
@@ -94,9 +95,9 @@ class CodedBlocks(LayerBlocks):
         )
         self._numbers = memory[:, codes:].view(torch.float16).unflatten(1, (block_size, heads, -1))
 
-    def write(self, kv: Tensor, slots: Tensor) -> Tensor:
+    def write(self, kv: Tensor, slots: Tensor, scales: Tensor | None) -> Tensor:
         """Store the codes of tokens."""
-        codes, numbers = quantize(kv, self._format)
+        codes, numbers = quantize(kv, self._format, scales)
         place = slots // self._size, slots % self._size
         # Torch has no indexed writes of float8.
         self._codes.view(torch.uint8)[place] = codes.view(torch.uint8)

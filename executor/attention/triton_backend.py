@@ -170,7 +170,12 @@ class TritonAttention(AttentionBackend):
         return self._works
 
     def attend(
-        self, layer: int, qkv: Tensor, norms: Norms | None, sinks: Tensor | None = None
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Launch one layer's attention."""
         shape, setup, step = self._shape, self._setup, self._step
@@ -196,6 +201,7 @@ class TritonAttention(AttentionBackend):
             rope.eps,
             self._written[layer],
             shape.num_heads,
+            kv_scales,
         )
         if rows.max_prompt_rows == 0:
             self._attend_decodes(step, layer, qkv, out, None, sinks)

@@ -11,6 +11,7 @@ from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.norms import SharedNorm, load_norm
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.weights.kv_scales import load_kv_scales
 from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
@@ -143,6 +144,11 @@ class Attention:
             if spec.sinks
             else None
         )
+        self._kv_scales = (
+            load_kv_scales(weights, name, spec.num_kv_heads, kv_heads)
+            if spec.kv_scales and not spec.kv_back
+            else None
+        )
         self._row_norms = [
             (columns, SharedNorm(norm_spec, ordered, f"{name}.{one}_norm.weight", *part, parallel))
             for one, columns, part in (
@@ -163,7 +169,9 @@ class Attention:
         qkv = self._with_values(self._qkv(stream))
         for columns, norm in self._row_norms:
             qkv[:, columns] = norm(qkv[:, columns])
-        attended = attention.attend(layer, qkv[:, : self._gate_from], self._head_norms, self._sinks)
+        attended = attention.attend(
+            layer, qkv[:, : self._gate_from], self._head_norms, self._sinks, self._kv_scales
+        )
         if self._gate_from is not None:
             sigmoid_mul(attended, qkv[:, self._gate_from :])
         if rows is not None:

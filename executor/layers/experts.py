@@ -217,16 +217,14 @@ class SeparateExperts:
 def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix | ExpertCodes:
     """Return an expert's matrix as a GPU's kernels take it.
 
-    Raises EngineStartError for codes that no kernel reads.
+    Raises EngineStartError for groups that no kernel reads.
     """
     if isinstance(matrix, ExpertMatrix):
         return matrix if matrix.scales is None else ExpertCodes.of_mxfp4(matrix)
     try:
         return ExpertCodes.of(matrix)
     except ValueError as error:
-        raise EngineStartError(
-            f"model: {error} on a GPU; supported are fp8, int8 and int4 with zeros"
-        ) from None
+        raise EngineStartError(f"model: {error}") from None
 
 
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {

@@ -109,7 +109,8 @@ def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
     """Return what tells apart mixers of one model that need different kernels."""
     if not isinstance(mixer, AttentionSpec):
         return mixer
-    heads, kept = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim), mixer.kv_format
+    heads = mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
+    kept = mixer.kv_format, mixer.kv_scales
     return heads, kept, mixer.window, mixer.score_softcap, mixer.sinks, mixer.kv_back > 0
 
 

@@ -18,7 +18,11 @@ from sidestep.executor.models.decoder import (
     weights_elsewhere,
 )
 from sidestep.executor.parallel.parallel_state import Parallel
-from sidestep.executor.quantization.quantized_files import made_matrices, matrices_of
+from sidestep.executor.quantization.quantized_files import (
+    CheckpointMatrices,
+    made_matrices,
+    matrices_of,
+)
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.weights.checkpoints import open_checkpoint
 from sidestep.executor.weights.weight_loader import (
@@ -35,7 +39,8 @@ from sidestep.ipc.model.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+HEAD_MATRIX = "lm_head"
+EMBEDDING, HEAD = "model.embed_tokens.weight", f"{HEAD_MATRIX}.weight"
 """Checkpoint names of the embedding's weight and of the head's."""
 BODY = "model."
 """Beginning of the names of all weights but the head's."""
@@ -90,11 +95,11 @@ def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBack
     if name == "auto":
         name = "torch" if device.type == "cpu" else "triton"
     backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
-    coded = any(mixer.kv_format != "model" for mixer in attention_of(args.spec.layers))
-    if coded and not backend.keeps_codes:
+    formats = {mixer.kv_format for mixer in attention_of(args.spec.layers)} - {"model"}
+    if formats and not backend.keeps_codes:
         raise EngineStartError(
             f"kv_cache_dtype: attention_backend {name!r} keeps keys and values in the model's type "
-            f"('auto'), not as {args.cache.kv_cache_dtype!r}; change one of the two"
+            f"('model'), not as {formats.pop()}; change one of the two"
         )
     reason = backend.missing(device)
     if reason is not None:
@@ -175,22 +180,24 @@ def tie_as_found(
 ) -> ModelSpec:
     """Return the spec of a model with a tied head, changed to fit the checkpoint.
 
-    As in transformers: a head that differs from the embedding is used; a head that equals the
-    embedding is not; and a head alone is used as both. tells: whether this rank writes the message
-    to the user.
+    As in transformers: a head that differs from the embedding is used, as a quantized one does; a
+    head that equals the embedding is not; and a head alone is used as both. tells: whether this
+    rank writes the message to the user.
     """
-    if HEAD not in weights:
+    matrices = weights.matrices
+    is_coded = isinstance(matrices, CheckpointMatrices) and matrices.has(weights, HEAD_MATRIX)
+    if HEAD not in weights and not is_coded:
         return spec
     if EMBEDDING not in weights:
         weights.alias(EMBEDDING, HEAD)
-    elif stage.is_last and not weights.are_equal(EMBEDDING, HEAD):
+    elif stage.is_last and (is_coded or not weights.are_equal(EMBEDDING, HEAD)):
         if tells:
             logger.warning(
                 "the checkpoint has an lm_head that differs from the embedding, so the "
                 "two are not tied as config.json says (tie_word_embeddings)"
             )
         return msgspec.structs.replace(spec, tie_word_embeddings=False)
-    weights.ignore(HEAD)
+    weights.ignore(f"{HEAD_MATRIX}.")
     return spec
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -14,34 +15,44 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0, "fp4": 6.0}
 """Largest number that a code stands for; of int4 without zeros."""
 _LEVELS = 15
 """Steps between the smallest and the largest code of four bits."""
+_Fit = tuple[Tensor, ...]
 _RANGES = (1.0, 0.95, 0.9, 0.85)
 """Parts of a group's range that its codes may cover."""
 
 
-def encode(weight: Tensor, scheme: WeightScheme) -> CodedMatrix:
+def encode(weight: Tensor, scheme: WeightScheme, *, finds_zeros: bool = False) -> CodedMatrix:
     """Return a matrix [N, K] in the scheme's form, whose products have the type of `weight`.
 
-    Scales and minimums are numbers that bfloat16 has, so that they can be kept in it.
+    Scales and minimums are numbers that bfloat16 has, so that they can be kept in it. finds_zeros:
+    whether groups with zeros get those with the least error, rather than the middle of the codes.
     """
     rows, columns = weight.shape
     height, width = scheme.rows or rows, scheme.columns or columns
     groups = _in_groups(weight, height, width)
+    minimums: Tensor | None = None
+    zeros: Tensor | None = None
+    has_zeros = scheme.kind == "int4" and scheme.offset
     if scheme.fitted:
         codes, scales, minimums = _fitted(groups)
+    elif has_zeros and finds_zeros:
+        codes, scales, zeros = _with_zeros(groups)
     else:
         scales = _short(groups.abs().amax((1, 3), keepdim=True) / _LARGEST[scheme.kind])
-        codes, minimums = groups / _divisor(scales), None
-    scales, zeros = scales[:, 0, :, 0].contiguous(), None
-    if scheme.kind == "int4" and scheme.offset and minimums is None:
-        zeros = torch.full_like(scales, MIDDLE, dtype=torch.uint8)
+        codes = groups / _divisor(scales)
+        zeros = torch.full_like(scales, MIDDLE) if has_zeros else None
+        codes = codes if scheme.kind != "int4" else codes.round_() + MIDDLE
+
+    def by_group(part: Tensor) -> Tensor:
+        return part[:, 0, :, 0].contiguous()
+
     return CodedMatrix(
         kind=scheme.kind,
         codes=_codes(codes.flatten(0, 1).flatten(1)[:rows, :columns], scheme),
-        scales=scales,
+        scales=by_group(scales),
         group=(height, width),
         dtype=weight.dtype,
-        zeros=zeros,
-        minimums=None if minimums is None else minimums[:, 0, :, 0].contiguous(),
+        zeros=None if zeros is None else by_group(zeros).to(torch.uint8),
+        minimums=None if minimums is None else by_group(minimums),
         activations=scheme.activations,
     )
 
@@ -55,7 +66,7 @@ def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     low, high = (_extreme(groups, one) for one in (torch.amin, torch.amax))
     middle, half = (low + high) / 2, (high - low) / 2
     mean = groups.mean((1, 3), keepdim=True)
-    best: list[Tensor] = []
+    best: _Fit = ()
     for part in _RANGES:
         scale = half * (2 * part / _LEVELS)
         codes = _levels(groups, scale, half * part - middle)
@@ -67,15 +78,40 @@ def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         minimum = (ahead - mean).bfloat16().float()
         codes = _levels(groups, scale, minimum + MIDDLE * scale)
         error = ((codes - MIDDLE) * scale - minimum - groups).square_().sum((1, 3), keepdim=True)
-        found = [error, codes, scale, minimum]
-        better = error < best[0] if best else None
-        best = (
-            found
-            if better is None
-            else [torch.where(better, new, old) for new, old in zip(found, best, strict=True)]
-        )
+        best = _better(best, (error, codes, scale, minimum))
     _, codes, scale, minimum = best
     return codes, scale, minimum
+
+
+def _with_zeros(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes from 0 to 15, and the scales and zeros of groups, with little square error.
+
+    The zeros are codes, and tried are those that are nearest to a range a little smaller than that
+    of the numbers. Then the scale is that with the least square error, and gives the codes again.
+    """
+    low, high = _extreme(groups, torch.amin).clamp_(max=0), _extreme(groups, torch.amax).clamp_(0)
+    best: _Fit = ()
+    for part, rounded in product(_RANGES, (torch.floor, torch.ceil)):
+        scale = (high - low) * (part / _LEVELS)
+        zero = rounded(_LEVELS / 2 - (low + high) / (2 * _divisor(scale))).clamp_(0, _LEVELS)
+        codes = _levels(groups, scale, zero * scale)
+        steps = codes - zero
+        squares = steps.square().sum((1, 3), keepdim=True)
+        scale = (steps * groups).sum((1, 3), keepdim=True) / _divisor(squares)
+        scale = scale.bfloat16().float()
+        codes = _levels(groups, scale, zero * scale)
+        error = ((codes - zero) * scale - groups).square_().sum((1, 3), keepdim=True)
+        best = _better(best, (error, codes, scale, zero))
+    _, codes, scale, zero = best
+    return codes, scale, zero
+
+
+def _better(best: _Fit, found: _Fit) -> _Fit:
+    """Return the fit of each group with the smaller error, the first part. `best` may be empty."""
+    if not best:
+        return found
+    better = found[0] < best[0]
+    return tuple(torch.where(better, new, old) for new, old in zip(found, best, strict=True))
 
 
 def _extreme(groups: Tensor, of: Callable[..., Tensor]) -> Tensor:
@@ -114,8 +150,7 @@ def _codes(scaled: Tensor, scheme: WeightScheme) -> Tensor:
     if scheme.kind == "int8":
         return scaled.round().clamp(-largest, largest).to(torch.int8)
     if scheme.kind == "int4":
-        codes = scaled.round() if scheme.fitted else scaled.round() + MIDDLE
-        return pack_halves(codes.clamp(0, _LEVELS).to(torch.uint8))
+        return pack_halves(scaled.clamp(0, _LEVELS).to(torch.uint8))
     numbers, order = torch.tensor(TABLES[scheme.kind], device=scaled.device).sort()
     nearest = torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2)
     return pack_halves(order[nearest].to(torch.uint8))

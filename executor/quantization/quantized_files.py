@@ -45,17 +45,25 @@ class CheckpointMatrices:
     def __call__(self, weights: Weights, wanted: Wanted) -> Matrix | None:
         """Return the matrix; None if it is not quantized."""
         assert isinstance(weights, CheckpointWeights)
-        end = next((end for end in self._files.ends if f"{wanted.name}.{end}" in weights), None)
+        end = self._end(weights, wanted.name)
         if end is None:
             return None
         stored = weights.stored_name(f"{wanted.name}.{end}").removesuffix(f".{end}")
-        scheme = self._spec.scheme(wanted.name, stored)
+        scheme = self._spec.scheme(wanted.name, stored, stored=True)
         if scheme is None:
             raise EngineStartError(
                 f"model: the checkpoint has {stored}.{end}, but its config says that {stored} is "
                 "not quantized"
             )
         return self._files.read(weights, wanted, scheme)
+
+    def has(self, weights: CheckpointWeights, name: str) -> bool:
+        """Return whether the checkpoint has a matrix in a quantized form."""
+        return self._end(weights, name) is not None
+
+    def _end(self, weights: CheckpointWeights, name: str) -> str | None:
+        """Return the end of a name that tells that the checkpoint has a matrix quantized."""
+        return next((end for end in self._files.ends if f"{name}.{end}" in weights), None)
 
 
 class EncodedMatrices:
@@ -70,7 +78,7 @@ class EncodedMatrices:
         if scheme is None:
             return None
         plain = weights.get(f"{wanted.name}.weight", wanted.shape, rows=wanted.rows)
-        return part_of_columns(encode(plain, scheme), wanted)
+        return part_of_columns(encode(plain, scheme, finds_zeros=self._spec.online), wanted)
 
 
 def matrices_of(spec: QuantizationSpec | None) -> Matrices | None:

@@ -80,6 +80,10 @@ class RearrangedWeights(Weights):
             ),
         )
 
+    def numbers(self, name: str) -> Tensor | None:
+        """Return all numbers of the checkpoint's named tensor."""
+        return self._weights.numbers(name)
+
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, from the checkpoint's own type."""
         return self._weights.exact(name, shape, rows)

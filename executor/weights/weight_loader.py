@@ -89,6 +89,10 @@ class Weights(abc.ABC):
                 return found
         return self.get(f"{name}.weight", shape, rows, columns)
 
+    def numbers(self, name: str) -> Tensor | None:
+        """Return all numbers of the checkpoint's named tensor, float32 [N]; None if it has none."""
+        return None
+
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, for values that the run's type may not round."""
         return self.get(name, shape, rows).float()
@@ -222,6 +226,10 @@ class CheckpointWeights(Weights):
         """Return the shape of a tensor that the checkpoint has."""
         return tuple(self._handle_of[name].get_slice(self.stored_name(name)).get_shape())
 
+    def numbers(self, name: str) -> Tensor | None:
+        """Return all numbers of a tensor, whatever its shape."""
+        return self.exact(name, self.stored_shape(name)).flatten() if name in self else None
+
     def stored_name(self, name: str) -> str:
         """Return the name that a tensor has in the files."""
         return self._names.get(name, name)
@@ -341,7 +349,7 @@ class CheckpointWeights(Weights):
 
         It is called when all layers have their weights.
         """
-        # A cache in the run's type, or with scales that it computes, needs none.
+        # A cache in the run's type, or with scales that it computes, needs none of these.
         left = sorted(n for n in self._unused if not n.endswith(_IGNORED + _KV_SCALES))
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""

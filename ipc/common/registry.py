@@ -30,10 +30,11 @@ def _family(spec: str, model: str = "decoder:DecoderForCausalLM") -> Family:
 
 
 MODELS: dict[str, Family] = {
+    "Ernie4_5ForCausalLM": _family("ernie4_5:ernie4_5"),
     "Exaone4ForCausalLM": _family("exaone4:exaone4"),
-    "Gemma2ForCausalLM": _family("gemma2:gemma2"),
-    "Gemma3ForCausalLM": _family("gemma3:gemma3"),
-    "Gemma3ForConditionalGeneration": _family("gemma3:gemma3"),
+    "Gemma2ForCausalLM": _family("gemma.gemma2:gemma2"),
+    "Gemma3ForCausalLM": _family("gemma.gemma3:gemma3"),
+    "Gemma3ForConditionalGeneration": _family("gemma.gemma3:gemma3"),
     "Gemma4ForCausalLM": _family("moe.gemma4:gemma4"),
     "Gemma4ForConditionalGeneration": _family("moe.gemma4:gemma4"),
     "Gemma4UnifiedForCausalLM": _family("moe.gemma4:gemma4_unified"),

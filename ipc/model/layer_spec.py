@@ -95,6 +95,8 @@ class AttentionSpec(msgspec.Struct, frozen=True, kw_only=True, tag="attention"):
     """
     kv_format: KvFormat = "model"
     """How keys and values are kept, which the user chooses; see with_kv_cache_dtype."""
+    kv_scales: bool = False
+    """Whether codes take the checkpoint's scales of keys and values, where it has some."""
 
     @property
     def num_kv_projections(self) -> int:

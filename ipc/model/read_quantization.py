@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.hf_config import HfConfig, read_json
@@ -58,7 +60,20 @@ def read_quantization(config: HfConfig, wanted: str | None) -> QuantizationSpec 
             f"{method!r}"
         )
     reader: Reader = registry.load(registry.QUANTIZATIONS[method].spec)
-    return reader(stated)
+    return msgspec.structs.replace(reader(stated), fp8_kv=_asks_for_fp8_kv(stated))
+
+
+def _asks_for_fp8_kv(config: QuantConfig) -> bool:
+    """Return whether the files ask for keys and values in e4m3, which is all that they may."""
+    config = config if config.get("quantization") is None else config.part("quantization")
+    if config.get("kv_cache_quant_algo") is not None:
+        return bool(config.choice("kv_cache_quant_algo", ("FP8", "")) == "FP8")
+    if config.get("kv_cache_scheme") is None:
+        return False
+    scheme = config.part("kv_cache_scheme")
+    scheme.choice("type", ("float",), "float")
+    scheme.choice("num_bits", (8,), 8)
+    return True
 
 
 def _online(wanted: str) -> QuantizationSpec:

@@ -77,7 +77,7 @@ ENGINE_OPTIONS: dict[str, Foreign] = {
     "rope_scaling": Foreign("is a field of config.json here: hf_overrides={'rope_scaling': {...}}"),
     "rope_theta": Foreign("is a field of config.json here: hf_overrides={'rope_theta': ...}"),
     "calculate_kv_scales": Foreign(
-        "with a kv_cache_dtype, scales are computed for each token and head; leave it out",
+        "scales that a checkpoint lacks are computed for each token and head; leave it out",
         (False,),
         form="switch",
     ),

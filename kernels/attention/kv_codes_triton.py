@@ -96,6 +96,7 @@ def store_coded(
     writes,
     block_stride,
     numbers_stride,
+    given,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
@@ -104,6 +105,7 @@ def store_coded(
 ):
     """Store a token's heads at `place` of the slot mapping.
 
+    given: float16 [HEADS], scales that replace those of the heads where they are not 0, or None.
     low, high [N, HALF]: both halves of heads [N, 1] among the HEADS of a block, 0 behind D / 2;
     writes [N, 1]: whether the head is stored.
     """
@@ -130,6 +132,9 @@ def store_coded(
         LARGEST: tl.constexpr = 127.0 if FORMAT == "int8" else 448.0
         top = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))[:, None]
         half = rounded_up(top / LARGEST)
+        if given is not None:
+            own = tl.load(given + heads, mask=writes, other=0.0)
+            half = tl.where(own > 0.0, own, half)
         scale = half.to(tl.float32)
         tl.store(target, code_of(low, scale, FORMAT), mask=inside)
         tl.store(target + D // 2, code_of(high, scale, FORMAT), mask=inside)

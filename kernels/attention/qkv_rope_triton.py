@@ -126,6 +126,7 @@ def _qkv_rope(
     eps,
     numbers,
     numbers_stride,
+    kv_scales,
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
@@ -190,6 +191,7 @@ def _qkv_rope(
             (heads >= H) & (heads < last),
             block_stride,
             numbers_stride,
+            kv_scales,
             2 * KVH,
             D,
             HALF,
@@ -219,13 +221,15 @@ def qkv_rope(
     eps: float,
     cache: Tensor | CodedCache,
     num_heads: int,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Rotate qkv's queries in place, and write its keys (rotated) and values to the cache.
 
     qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; slot_mapping int32 [T], block id
     * block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
     2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
-    heads first, or such a cache of codes.
+    heads first, or such a cache of codes; kv_scales float16 [2 KVH]: scales of codes of 8 bits,
+    where they are not 0; None or 0 for a scale of each token.
     """
     _, twice_kv_heads, page, dim = cache.shape
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
@@ -247,6 +251,7 @@ def qkv_rope(
         eps,
         numbers,
         numbers_stride,
+        kv_scales,
         num_heads,
         twice_kv_heads // 2,
         dim,

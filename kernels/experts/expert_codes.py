@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix
-from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix, Codes
+from sidestep.kernels.quantized.coded_matrix import (
+    MIDDLE,
+    CodedMatrix,
+    Codes,
+    rounded_to_bytes,
+)
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix, with_simple_groups
 
 _IN_STEP = STEP // BLOCK
@@ -62,10 +67,12 @@ class ExpertCodes(NamedTuple):
 
     @classmethod
     def of(cls, matrix: CodedMatrix, bias: Tensor | None = None) -> ExpertCodes:
-        """Return an expert's coded matrix. Raises ValueError for codes that no kernel reads."""
+        """Return an expert's coded matrix, in int8 if no kernel reads its form.
+
+        Raises ValueError for groups that no kernel reads.
+        """
         if matrix.kind not in ("fp8", "int8", "int4") or matrix.minimums is not None:
-            form = matrix.described + (" with minimums" if matrix.minimums is not None else "")
-            raise ValueError(f"{form} is not supported for experts")
+            matrix = rounded_to_bytes(matrix)
         matrix = with_simple_groups(matrix)
         rows, _ = matrix.shape
         height = min(matrix.group[0], rows)

@@ -36,6 +36,8 @@ TABLES: dict[Codes, tuple[float, ...]] = {"nf4": _NF4, "fp4": _FP4}
 """Kinds of codes that are looked up -> their numbers."""
 MIDDLE = 8
 """The zero of int4 where groups have none of their own."""
+_LARGEST_BYTE = 127.0
+"""Largest code of int8 that matrices are rounded to."""
 _DECODED_AT_ONCE = 1 << 24
 """Numbers that are decoded at a time, so that the float32 values take little memory."""
 
@@ -247,6 +249,35 @@ def _as_bytes(matrix: CodedMatrix, width: int) -> CodedMatrix:
         group=(1, width),
         zeros=None,
         minimums=None if minimums is None else spread(minimums),
+    )
+
+
+def rounded_to_bytes(matrix: CodedMatrix) -> CodedMatrix:
+    """Return a matrix in int8, with scales alone, for products that read no other form of it.
+
+    The numbers of fp4 stay as they are. Others are rounded to 255 numbers of their group, by as
+    much at most as bfloat16 rounds the group's largest.
+    """
+    matrix = matrix.with_row_scales()
+    columns = matrix.shape[1]
+    width = min(matrix.group[1], columns)
+    if matrix.kind == "fp4" and matrix.minimums is None:
+        codes = 2 * matrix._numbers(matrix.codes)
+        scales = matrix.scales / 2
+    else:
+        values = matrix.decoded(torch.float32)
+        groups = torch.nn.functional.pad(values, (0, -columns % width)).unflatten(1, (-1, width))
+        scales = groups.abs().amax(2) / _LARGEST_BYTE
+        divisors = torch.where(scales == 0, 1.0, scales)[..., None]
+        codes = (groups / divisors).round_().flatten(1)[:, :columns]
+    return replace(
+        matrix,
+        kind="int8",
+        codes=codes.to(torch.int8),
+        scales=scales,
+        group=(1, width),
+        zeros=None,
+        minimums=None,
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -146,6 +147,7 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2-window": lambda: _of(
         Qwen2Config, use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
+    "ernie4.5": lambda: _of(Ernie4_5Config, head_dim=16, use_bias=True),
     "exaone4": lambda: _of(Exaone4Config, head_dim=12, sliding_window=16, sliding_window_pattern=3),
     "exaone4-no-windows": lambda: _of(
         Exaone4Config, sliding_window=None, layer_types=["full_attention"] * 3

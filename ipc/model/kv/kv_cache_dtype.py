@@ -12,9 +12,10 @@ from sidestep.ipc.model.layer_spec import AttentionSpec, LayerSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 
 AUTO = "auto"
-"""The choice that keeps keys and values in the model's type."""
+"""The choice of what the model's files ask for: e4m3, or else the model's type."""
 KV_CACHE_DTYPES: dict[str, KvFormat] = {
     AUTO: "model",
+    "model": "model",
     "fp8": "fp8",
     "fp8_e4m3": "fp8",
     "int8": "int8",
@@ -22,7 +23,9 @@ KV_CACHE_DTYPES: dict[str, KvFormat] = {
     "int8_per_token_head": "int8",
     "int4_per_token_head": "int4",
 }
-"""Choices, with vLLM's names."""
+"""Choices, with vLLM's names, and one for the model's type whatever its files ask for."""
+_WITH_SCALES = ("fp8", "fp8_e4m3")
+"""Choices that take the checkpoint's scales, where it has some."""
 SLIDING_WINDOW = "sliding_window"
 """The word for all layers with a window."""
 _SKIP = "kv_cache_dtype_skip_layers"
@@ -36,12 +39,14 @@ def with_kv_cache_dtype(
     skipped: indices of layers that keep the model's type, and perhaps SLIDING_WINDOW. Raises
     ValidationError for a layer that there is not.
     """
-    if dtype == AUTO:
-        require(not skipped, _SKIP, "has a meaning only with a kv_cache_dtype other than 'auto'")
+    if dtype == AUTO and spec.quantization is not None and spec.quantization.fp8_kv:
+        dtype = "fp8"
+    if KV_CACHE_DTYPES[dtype] == "model":
+        require(not skipped, _SKIP, f"has a meaning only with codes, not with {dtype!r}")
         return spec
     left_out = _skipped_layers(spec, skipped or ())
     layers = tuple(
-        layer if _owner(layer, index) in left_out else _kept(layer, KV_CACHE_DTYPES[dtype])
+        layer if _owner(layer, index) in left_out else _kept(layer, dtype)
         for index, layer in enumerate(spec.layers)
     )
     return msgspec.structs.replace(spec, layers=layers)
@@ -52,11 +57,13 @@ def _owner(layer: LayerSpec, index: int) -> int:
     return index - layer.mixer.kv_back if isinstance(layer.mixer, AttentionSpec) else index
 
 
-def _kept(layer: LayerSpec, kv_format: KvFormat) -> LayerSpec:
-    """Return a layer whose keys and values, if it has some, are kept in this format."""
+def _kept(layer: LayerSpec, dtype: str) -> LayerSpec:
+    """Return a layer whose keys and values, if it has some, are kept so."""
     if not isinstance(layer.mixer, AttentionSpec):
         return layer
-    mixer = msgspec.structs.replace(layer.mixer, kv_format=kv_format)
+    mixer = msgspec.structs.replace(
+        layer.mixer, kv_format=KV_CACHE_DTYPES[dtype], kv_scales=dtype in _WITH_SCALES
+    )
     return msgspec.structs.replace(layer, mixer=mixer)
 
 

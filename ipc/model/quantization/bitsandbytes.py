@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
-    HEAD,
+    PLAIN_HEAD,
     QuantizationSpec,
     WeightScheme,
     plain_rules,
@@ -19,7 +19,7 @@ def read_bitsandbytes(config: QuantConfig) -> QuantizationSpec:
     four = config.flag("load_in_4bit", "_load_in_4bit")
     if four == config.flag("load_in_8bit", "_load_in_8bit"):
         config.refuse("load_in_4bit", "must be true, or load_in_8bit, and not both")
-    rules = plain_rules([*config.names("llm_int8_skip_modules"), HEAD])
+    rules = *plain_rules(config.names("llm_int8_skip_modules")), PLAIN_HEAD
     scheme = WeightScheme(kind="int8")
     if four:
         kind = config.choice("bnb_4bit_quant_type", ("nf4", "fp4"), "fp4")

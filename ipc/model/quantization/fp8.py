@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
-    HEAD,
+    PLAIN_HEAD,
     QuantizationSpec,
     WeightScheme,
     plain_rules,
@@ -28,13 +28,13 @@ def read_fp8(config: QuantConfig) -> QuantizationSpec:
         scheme = WeightScheme(kind="fp8", rows=rows, columns=columns, activations="fp8")
     else:
         config.refuse("weight_block_size", f"must be two whole numbers, not {block!r}")
-    rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
+    rules = *plain_rules(config.names(*NOT_CONVERTED)), PLAIN_HEAD
     return QuantizationSpec(method="fp8", rules=rules, default=scheme)
 
 
 def read_fbgemm(config: QuantConfig) -> QuantizationSpec:
     """Read an object with quant_method "fbgemm_fp8": a scale a row."""
-    rules = plain_rules([*config.names(*NOT_CONVERTED), HEAD])
+    rules = *plain_rules(config.names(*NOT_CONVERTED)), PLAIN_HEAD
     scheme = WeightScheme(kind="fp8", activations="fp8")
     return QuantizationSpec(method="fbgemm_fp8", rules=rules, default=scheme)
 
@@ -43,7 +43,8 @@ def read_modelopt(config: QuantConfig) -> QuantizationSpec:
     """Read what modelopt writes, into config.json or hf_quant_config.json."""
     own = config.part("quantization") if config.get("quantization") is not None else config
     algorithm = own.choice("quant_algo", ("FP8", "NVFP4"))
-    rules = plain_rules([*map(_any_part, own.names("exclude_modules", "ignore")), HEAD])
+    excluded = map(_any_part, own.names("exclude_modules", "ignore"))
+    rules = *plain_rules(excluded), PLAIN_HEAD
     scheme = WeightScheme(kind="fp8", rows=0, activations="fp8")
     if algorithm == "NVFP4":
         scheme = WeightScheme(kind="fp4", columns=own.whole("group_size", default=NVFP4_GROUP))

@@ -8,6 +8,7 @@ from typing import Any
 from sidestep.ipc.model.quantization.quant_config import QuantConfig
 from sidestep.ipc.model.quantization.weight_scheme import (
     HEAD,
+    PLAIN_HEAD,
     QuantizationSpec,
     SchemeRule,
     WeightScheme,
@@ -26,7 +27,9 @@ def read_gptq(config: QuantConfig) -> QuantizationSpec:
         config.refuse("checkpoint_format", f"is {form!r}; supported are 'gptq' and 'gptq_v2'")
     scheme = _scheme(config, offset=not config.flag("sym", default=True))
     rules = [_dynamic_rule(config, *one) for one in config.part("dynamic").items()]
-    if not config.flag("lm_head"):
+    if config.get("lm_head") is None:
+        rules.append(PLAIN_HEAD)
+    elif not config.flag("lm_head"):
         rules += plain_rules([HEAD])
     return QuantizationSpec(method=form, rules=tuple(rules), default=scheme)
 
@@ -47,7 +50,7 @@ def read_awq(config: QuantConfig) -> QuantizationSpec:
     if version != "gemm":
         config.refuse("version", f"is {version!r}; supported is 'gemm'")
     scheme = _scheme(config, offset=True, bits=(4,))
-    rules = plain_rules([*config.names("modules_to_not_convert"), HEAD])
+    rules = *plain_rules(config.names("modules_to_not_convert")), PLAIN_HEAD
     return QuantizationSpec(method="awq", rules=rules, default=scheme)
 
 

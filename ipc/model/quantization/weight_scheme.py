@@ -23,7 +23,7 @@ _FUSED = {
 _BITS = {"fp8": 8, "int8": 8}
 _SCALE_BYTES = 4
 HEAD = "lm_head"
-"""Name of the output head, which methods leave plain unless files state otherwise."""
+"""Name of the output head."""
 
 
 class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +74,8 @@ class SchemeRule(msgspec.Struct, frozen=True, kw_only=True):
     """A regular expression for names of matrices, which it matches from their beginning."""
     scheme: WeightScheme | None
     """None: not quantized."""
+    assumed: bool = False
+    """Whether the files do not state it, so that it does not count for a matrix that they have."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,19 +89,24 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Scheme of the matrices that no rule names."""
     online: bool = False
     """Whether the checkpoint is plain, and matrices are quantized while they are loaded."""
+    fp8_kv: bool = False
+    """Whether the files ask for keys and values in e4m3."""
 
     @property
     def is_empty(self) -> bool:
         """Whether all matrices of products are plain."""
         return self.default is None and all(rule.scheme is None for rule in self.rules)
 
-    def scheme(self, *names: str) -> WeightScheme | None:
+    def scheme(self, *names: str, stored: bool = False) -> WeightScheme | None:
         """Return how a matrix is quantized; None if it is not.
 
-        names: of the matrix, without ".weight", in the model and in the checkpoint.
+        names: of the matrix, without ".weight", in the model and in the checkpoint. stored: whether
+        the checkpoint has it in a quantized form.
         """
         every = [alias for name in names for alias in _aliases(name)]
         for rule in self.rules:
+            if rule.assumed and stored:
+                continue
             if any(re.match(rule.pattern, name) for name in every):
                 return rule.scheme
         return self.default
@@ -122,6 +129,10 @@ def names_pattern(entry: str) -> str:
     if entry.startswith("re:"):
         return entry.removeprefix("re:")
     return rf"(.*\.)?{re.escape(entry.strip('.'))}(\..*)?$"
+
+
+PLAIN_HEAD = SchemeRule(pattern=names_pattern(HEAD), scheme=None, assumed=True)
+"""Most files leave the head plain, and do not state it."""
 
 
 def plain_rules(entries: Iterable[str]) -> tuple[SchemeRule, ...]:

@@ -123,7 +123,7 @@ def test_all_layers_left_out_are_as_with_auto(engines: Engines) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2' is not one of auto, fp8"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype: 'fp8_e5m2' is not one of auto, model,"),
         ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers: has a meaning only"),
         (
             {"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["99"]},

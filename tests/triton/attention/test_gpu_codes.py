@@ -7,10 +7,12 @@ two sizes of memory.
 from __future__ import annotations
 
 from dataclasses import replace
+from shutil import copytree
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.gpu.gpu_runner import GpuRunner
@@ -40,12 +42,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model("llama-gqa", folder, num_hidden_layers=2, head_dim=16)
 
 
+@pytest.fixture(scope="module")
+def scaled_model(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the same model with scales of keys and values."""
+    folder = tmp_path_factory.mktemp("scaled")
+    copytree(model, folder, dirs_exist_ok=True)
+    file = folder / "model.safetensors"
+    own = "model.layers.0.self_attn"
+    scales = {f"{own}.k_scale": torch.tensor(0.02), f"{own}.v_scale": torch.tensor(0.01)}
+    save_file({**load_file(file), **scales}, file)
+    return str(folder)
+
+
 def coded(args: WorkerArgs, dtype: str) -> WorkerArgs:
     return replace(args, spec=with_kv_cache_dtype(args.spec, dtype, ["1"]))
 
 
+@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("dtype", ["fp8", "int8", "int4_per_token_head"])
-def test_steps_give_what_they_give_on_a_cpu(dtype: str, model: str) -> None:
+def test_steps_give_what_they_give_on_a_cpu(
+    dtype: str, scales: bool, model: str, scaled_model: str
+) -> None:
+    if scales:
+        if dtype != "fp8":
+            return
+        model = scaled_model
     args = coded(worker_args(model, enforce_eager=True), dtype)
     on_cpu = replace(args, parallel=replace(args.parallel, attention_backend="torch"))
     prompts = random_prompts(5, VOCAB, longest=20, seed=5)

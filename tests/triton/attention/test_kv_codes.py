@@ -192,3 +192,24 @@ def test_every_code_of_e4m3_is_read_as_torch_reads_it(name: str) -> None:
     )
     expected = torch.stack([codes[torch.tensor(own)].float() for own in chosen])
     assert torch.equal(out[:rows].float().cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8_bits", *(["fp8"] if NATIVE else [])])
+def test_given_scales_replace_those_of_tokens(name: str) -> None:
+    """Two heads have scales, by which some numbers are too large; the others have none."""
+    heads, kv_heads, page, dim, tokens = 4, 2, 16, 16, 5
+    qkv = Values(3).normal(tokens, heads + 2 * kv_heads, dim, dtype=DTYPE)
+    cos, sin = torch.ones(8, dim // 2, device=DEVICE), torch.zeros(8, dim // 2, device=DEVICE)
+    given = torch.tensor([2.0**-8, 0, 0, 2.0**-9], dtype=torch.float16, device=DEVICE)
+    cache = empty_codes(2, 2 * kv_heads, page, dim, name)
+    slots = [3, 17, -1, 20, 0]
+    source = qkv.clone().flatten(1)
+    qkv_rope(source, int32(range(tokens)), int32(slots), cos, sin, None, EPS, cache, heads, given)
+    codes, numbers = quantize(qkv[:, heads:], "fp8", given)
+    expected = dequantize(codes, numbers, "fp8")
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            assert torch.equal(stored(cache, slot // page, slot % page), expected[token])
+            assert torch.equal(cache.numbers[slot // page, :, slot % page], numbers[token, :, 0])
+    assert bool((numbers[:, [0, 3], 0] == given[[0, 3]]).all())
+    assert bool((qkv[:, heads].abs() > 448 * given[0]).any())

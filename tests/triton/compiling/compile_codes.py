@@ -43,7 +43,9 @@ def launch_codes(model: Heads, page: int, window: int) -> None:
 def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
     q = bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim)
     table, ids = f32(40_000, model.dim // 2), i32(TOKENS)
-    qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads)
+    # The choice "fp8" gives scales, with or without a checkpoint's own.
+    scales = bf16(2 * model.kv_heads).half() if cache.format.startswith("fp8") else None
+    qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads, scales)
     out, tables = bf16(TOKENS, model.heads * model.dim), i32(_SLOTS, 600)
     rows, starts = i32(_ROWS), i32(_ROWS + 1)
     for queries in (1, _QUERIES):

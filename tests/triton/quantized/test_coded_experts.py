@@ -11,7 +11,7 @@ from torch import Tensor
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import multiply_experts
 from sidestep.kernels.ops.routing import Routed
-from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix, rounded_to_bytes
 from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
 from tests.triton.support import (
     DEVICE,
@@ -28,6 +28,7 @@ FORMS = [
     Form("fp8", 128, 128),
     Form("fp8", WHOLE),
     Form("int8", WHOLE),
+    Form("int8", 32),
     Form("int4", 128),
     Form("int4", 32, zeros=True),
     Form("int4", WHOLE, zeros=True),
@@ -86,9 +87,40 @@ def test_a_code_that_is_nan_stays_in_its_block() -> None:
         assert_close(out[0], expected[0], ulps=16)
 
 
-def test_forms_that_no_kernel_reads_are_refused() -> None:
-    matrix = matrix_of(Form("int4", 32, minimums=True), 8, 64, DTYPE)
-    with pytest.raises(ValueError, match="with minimums is not supported for experts"):
-        ExpertCodes.of(matrix)
-    with pytest.raises(ValueError, match="nf4 .* is not supported for experts"):
-        ExpertCodes.of(replace(matrix, kind="nf4", minimums=None))
+@pytest.mark.parametrize("few", [True, False])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("int4", 32, minimums=True),
+        Form("int8", 32, minimums=True),
+        Form("nf4", 64),
+        Form("fp4", 16),
+        Form("fp4", 32, 2),
+    ],
+    ids=str,
+)
+def test_forms_that_no_kernel_reads_become_bytes(form: Form, few: bool) -> None:
+    """Compare with the numbers of the bytes, and those with the numbers of the form."""
+    width, inner = 272, 136
+    values = Values(3)
+    gate_up, all_gate_up = experts_of(form, 2 * inner, width)
+    down, all_down = experts_of(form, width, inner)
+    assert all_gate_up.coding.kind == all_down.coding.kind == "int8"
+    in_bytes = [[rounded_to_bytes(one) for one in own] for own in (gate_up, down)]
+    for own, rounded in zip(gate_up + down, sum(in_bytes, []), strict=True):
+        plain, found = own.decoded(torch.float32), rounded.decoded(torch.float32)
+        if form.kind == "fp4":
+            assert torch.equal(found, plain)
+        assert bool(((found - plain).abs() <= plain.abs().amax(1, keepdim=True) / 254).all())
+    x = guarded(values.normal(3, width, dtype=DTYPE))
+    ids = int32([values.different(2, EXPERTS) for _ in range(3)])
+    routed = Routed(ids, values.normal(3, 2, dtype=torch.float32))
+    out = guarded(torch.zeros(3, width, dtype=DTYPE, device=DEVICE))
+    with PoisonedAllocations():
+        multiply_experts(x, routed, all_gate_up, all_down, out, add=True, few=few)
+    assert_close(out, exact(x, routed, *in_bytes), ulps=16)
+
+
+def test_groups_that_no_kernel_reads_are_refused() -> None:
+    with pytest.raises(ValueError, match="int4 in groups of 24 cannot be multiplied on a GPU"):
+        ExpertCodes.of(matrix_of(Form("int4", 24), 8, 48, DTYPE))

@@ -14,8 +14,8 @@ from sidestep.ipc.model.families.decoder_config import (
     read_mlp,
     read_windows,
 )
-from sidestep.ipc.model.families.gemma2 import read_softcap
-from sidestep.ipc.model.families.gemma3 import NORMS
+from sidestep.ipc.model.families.gemma.gemma2 import read_softcap
+from sidestep.ipc.model.families.gemma.gemma3 import NORMS
 from sidestep.ipc.model.families.moe.experts_config import read_experts
 from sidestep.ipc.model.hf_config import HfConfig
 from sidestep.ipc.model.layer_spec import (

@@ -15,6 +15,7 @@ from sidestep.executor.quantization.quantized_files import EncodedMatrices, matr
 from sidestep.executor.weights.weight_loader import DummyWeights, SafetensorsWeights, Wanted
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.model.quantization.online import ONLINE, online_quantization
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from tests.e2e.models import random_prompts, write_model
 from tests.quantized.bytes_of_fp8 import block_fp8
@@ -104,15 +105,35 @@ The codes of int4 may leave out the ends of a group's range, by which the square
 """
 
 
+def online_scheme(choice: str, name: str = "mlp.up_proj") -> WeightScheme:
+    scheme = online_quantization(choice).scheme(f"model.layers.0.{name}")
+    assert scheme is not None
+    return scheme
+
+
+@pytest.mark.parametrize("expert", ["mlp.experts.3.up_proj", "mlp.shared_expert.up_proj"])
+def test_experts_in_four_bits_have_zeros(expert: str) -> None:
+    scheme = online_scheme("int4", expert)
+    assert scheme != online_scheme("int4") and not scheme.fitted and scheme.offset
+    assert online_scheme("int8", expert) == online_scheme("int8")
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(3)) + 0.5
+    found, middle = (encode(weight, scheme, finds_zeros=one) for one in (True, False))
+    assert found.zeros is not None and found.minimums is None
+    assert len(found.zeros.unique()) > 4
+    errors = [float((one.decoded() - weight).square().sum()) for one in (found, middle)]
+    assert errors[0] < 0.6 * errors[1]
+
+
+@pytest.mark.parametrize("name", ["mlp.up_proj", "mlp.experts.0.up_proj"])
 @pytest.mark.parametrize("choice", ONLINE)
 @pytest.mark.parametrize("shape", [(48, 192), (7, 94), (5, 66)])
-def test_rounding_is_within_half_a_step(choice: str, shape: tuple[int, int]) -> None:
-    scheme = ONLINE[choice]
+def test_rounding_is_within_half_a_step(choice: str, shape: tuple[int, int], name: str) -> None:
+    scheme = online_scheme(choice, name)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     weight[2] *= 1000
     weight[3] = weight[3].abs()
     weight[4] = 0
-    coded = encode(weight, scheme)
+    coded = encode(weight, scheme, finds_zeros=True)
     error, width = (coded.decoded() - weight).abs(), scheme.columns or shape[1]
     for first in range(0, shape[1], width):
         part = slice(first, first + width)

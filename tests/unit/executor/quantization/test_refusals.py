@@ -224,14 +224,6 @@ def test_codes_of_which_no_file_says_anything_are_refused(tmp_path: Path) -> Non
     assert "nothing there says how it is quantized" in refusal(path)
 
 
-def test_a_tied_head_is_not_read_in_a_quantized_form(tmp_path: Path) -> None:
-    own = CASES["gptq"]["quantized-head"]
-    path = write(own, tmp_path).quantized
-    config = Path(path) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tie_word_embeddings": True}))
-    assert "lm_head.g_idx and 3 more" in refusal(path)
-
-
 def test_embeddings_are_not_read_in_a_quantized_form(tmp_path: Path) -> None:
     config = json.loads(json.dumps(GROUPS))
     config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
@@ -241,8 +233,13 @@ def test_embeddings_are_not_read_in_a_quantized_form(tmp_path: Path) -> None:
         load_model_spec(path)
 
 
-def test_experts_with_minimums_are_refused_on_a_gpu(tmp_path: Path) -> None:
-    path = write_model("qwen3-moe", tmp_path)
+def test_groups_of_experts_that_no_kernel_reads_are_refused_on_a_gpu(tmp_path: Path) -> None:
+    def encode(name: str, weight: Tensor) -> Any:
+        return gptq(4, 24)(name, weight) if ".experts." in name else None
+
+    sizes = {"hidden_size": 96, "moe_intermediate_size": 48}
+    case = Case(gptq_config(4, 24), encode, family="qwen3-moe", changes=sizes)
+    path = write(case, tmp_path).quantized
     with like_gpu(Gpu(90, 132), "cpu"):
-        message = refusal(path, quantization="int4")
-    assert "int4 in groups of 32 with minimums is not supported for experts on a GPU" in message
+        message = refusal(path)
+    assert message.startswith("model: int4 in groups of 24 cannot be multiplied on a GPU")

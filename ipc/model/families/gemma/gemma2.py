@@ -9,7 +9,7 @@ from sidestep.ipc.model.families.decoder_config import (
     read_mlp,
     read_windows,
 )
-from sidestep.ipc.model.families.gemma3 import NORMS
+from sidestep.ipc.model.families.gemma.gemma3 import NORMS
 from sidestep.ipc.model.hf_config import HfConfig
 from sidestep.ipc.model.layer_spec import NormSpec
 from sidestep.ipc.model.model_spec import ModelSpec
