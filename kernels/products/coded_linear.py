@@ -25,6 +25,7 @@ from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
+from sidestep.kernels.quantized.scaled_config import scaled_config
 from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 
@@ -192,19 +193,57 @@ def _rows_of(x: Tensor | Stream | GateAndUp) -> int:
     return len(x.hidden if isinstance(x, Stream) else x)
 
 
-def _by_library(
-    x: Tensor | Stream, rounded: QuantizedRows | None, matrix: DeviceMatrix, bias: Tensor | None
-) -> Tensor | None:
-    """Return the product as the library computes it, or None where our own kernels are faster.
+def _scaled(
+    rounded: QuantizedRows,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    add: bool = False,
+    parts: bool = False,
+) -> Tensor:
+    """Return the product of rows in 8 bits with scales a row, or add it to out [T, N].
 
-    The library multiplies in 8 bits what is rounded to them. For many rows it multiplies the
-    decoded matrix.
+    Our own kernel computes it where it is faster than the library's. parts: whether parts of the
+    product may be returned, float32 [P, T, N], which the caller adds.
+    """
+    tokens, (outputs, inputs) = len(rounded.codes), matrix.shape
+    config = None
+    if is_hopper(matrix.device):
+        leaving, processors = parts and bias is None, num_processors(matrix.device)
+        config = scaled_config(tokens, outputs, inputs, processors, leaving=leaving)
+    if config is None:
+        found = scaled_by_library(rounded, matrix, bias)
+        if out is None:
+            return found
+        return out.add_(found) if add else out.copy_(found)
+    from sidestep.kernels.quantized.scaled_wide_gluon import launch
+
+    if out is None and parts and config.split > 1 and bias is None:
+        out = rounded.scales.new_empty(config.split, tokens, outputs)
+    elif out is None:
+        out = rounded.scales.new_empty(tokens, outputs, dtype=matrix.dtype)
+    launch(rounded, matrix, bias, out, add, config)
+    return out
+
+
+def _whole(
+    x: Tensor | Stream,
+    rounded: QuantizedRows | None,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Return the product of rows with scales a row, or of many rows by the library, else None.
+
+    out: memory for it. For many rows, the library multiplies the decoded matrix.
     """
     if rounded is not None:
-        return scaled_by_library(rounded, matrix, bias) if suits_library(matrix) else None
+        return _scaled(rounded, matrix, bias, out) if suits_library(matrix) else None
     if _rows_of(x) < _DECODED:
         return None
-    return linear(normed(x), _decoded(matrix), bias)
+    found = linear(normed(x), _decoded(matrix), bias)
+    return found if out is None else out.copy_(found)
 
 
 def _decoded(matrix: DeviceMatrix) -> Tensor:
@@ -224,10 +263,8 @@ def coded_linear(
     x is [T, K], or a stream whose norm is multiplied; b is [N].
     """
     rounded = _rounded(x, matrix)
-    found = _by_library(x, rounded, matrix, bias)
-    if found is not None:
-        return found if out is None else out.copy_(found)
-    return _own(x, rounded, matrix, bias, gated=False, out=out)
+    found = _whole(x, rounded, matrix, bias, out)
+    return found if found is not None else _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
 def coded_gated_linear(
@@ -239,7 +276,7 @@ def coded_gated_linear(
     product.
     """
     rounded = _rounded(x, matrix)
-    found = _by_library(x, rounded, matrix, bias)
+    found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
     fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
@@ -304,15 +341,18 @@ def add_coded_linear(
             residual += bias
         residual.addmm_(x, _decoded(matrix).t())
         return None
-    found = _by_library(x, rounded, matrix, bias)
-    if found is not None:
+    if rounded is not None and suits_library(matrix):
         if norm is None or matrix.input_scale is not None:
-            residual += found
+            _scaled(rounded, matrix, bias, residual, add=True)
             return None
         assert matrix.rounded is not None
         # The next matrix is most likely of this form.
-        grouped = matrix.group[1] != 0
-        return quantize_rows(Stream(residual, norm), matrix.rounded, grouped=grouped, added=found)
+        return quantize_rows(
+            Stream(residual, norm),
+            matrix.rounded,
+            grouped=False,
+            added=_scaled(rounded, matrix, bias, parts=True),
+        )
     if rounded is not None:
         scaled_product(rounded, matrix, bias, residual, add=True)
         return None

@@ -20,6 +20,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
+from sidestep.kernels.quantized.scaled_config import ScaledConfig
 from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
@@ -32,12 +33,22 @@ from tests.triton.support import (
     assert_close,
     assert_margins_untouched,
     guarded,
+    needs_gpu,
     poisoned,
     unchanged,
 )
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 BLOCK, CHANNEL, INTEGER = Form("fp8", 128, 128), Form("fp8", WHOLE), Form("int8", WHOLE)
+
+
+TILES = (
+    ScaledConfig(128),
+    ScaledConfig(128, split=2, unroll=2),
+    ScaledConfig(128, 64, stages=3, split=4),
+    ScaledConfig(64, 32, stages=2),
+    ScaledConfig(128, stages=4, split=2, block_n=64, num_warps=4),
+)
 
 
 def numbers_of(rows: QuantizedRows, columns: int) -> Tensor:
@@ -114,6 +125,19 @@ def test_the_norm_is_done_on_the_way(done: bool) -> None:
     stream = Stream(hidden, RmsNorm(weight, 1e-5), done=result if done else None)
     found = numbers_of(quantize_rows(stream, "fp8", grouped=True), 200)
     torch.testing.assert_close(found, result.double(), rtol=2.0**-4, atol=0.02)
+
+
+def test_parts_of_a_sum_are_added_in_order() -> None:
+    values = Values(0)
+    hidden, weight = values.normal(3, 200, dtype=DTYPE, scale=7), values.normal(200, dtype=DTYPE)
+    parts = guarded(values.normal(3, 3, 200, dtype=torch.float32))
+    summed = (hidden.float() + ((parts[0] + parts[1]) + parts[2])).to(DTYPE)
+    norm = RmsNorm(weight, 1e-5)
+    alone = quantize_rows(Stream(summed.clone(), norm), "fp8", grouped=False)
+    with unchanged(parts=parts), PoisonedAllocations():
+        found = quantize_rows(Stream(hidden, norm), "fp8", grouped=False, added=parts)
+    assert torch.equal(hidden, summed)
+    assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -197,6 +221,38 @@ def test_products(form: Form, add: bool) -> None:
         scaled_product(rows, DeviceMatrix.of(given), bias, out, add=add)
     assert_margins_untouched(whole)
     assert_close(out, expected)
+
+
+@needs_gpu
+@pytest.mark.parametrize("config", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_tiles_of_the_kernel_for_hopper(config: ScaledConfig, bias: bool, add: bool) -> None:
+    from sidestep.kernels.quantized.scaled_wide_gluon import launch
+
+    for tokens, outputs, inputs in ((300, 200, 1000), (65, 336, 512)):
+        values = Values(tokens)
+        given = matrix_of(CHANNEL, outputs, inputs, DTYPE)
+        matrix = DeviceMatrix.of(given)
+        rows = quantize_rows(values.normal(tokens, inputs, dtype=DTYPE), "fp8", grouped=False)
+        added = guarded(values.normal(outputs, dtype=DTYPE)) if bias else None
+        whole = poisoned(tokens, outputs + 8, dtype=DTYPE)
+        out = whole[:, :outputs]
+        expected = numbers_of(rows, inputs) @ given.decoded(torch.float32).double().T
+        if added is not None:
+            expected += added.double()
+        if add:
+            out.copy_(values.normal(tokens, outputs, dtype=DTYPE))
+            expected += out.double()
+        with unchanged(codes=rows.codes.view(torch.uint8), between=whole[:, outputs:]):
+            launch(rows, matrix, added, out, add, config)
+        assert_margins_untouched(whole)
+        assert_close(out, expected)
+        if not (bias or add):
+            parts = poisoned(config.split, tokens, outputs, dtype=torch.float32)
+            launch(rows, matrix, None, parts, False, config)
+            assert_margins_untouched(parts)
+            assert_close(parts.sum(0), expected)
 
 
 def test_products_of_the_library() -> None:
