@@ -97,8 +97,10 @@ def _streamed_config(
     """
     inputs, width = matrix.shape[1], 32 * matrix.in_word
     split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, _LEAST_STEPS[width])
-    stage = _BLOCK_N * (1 + gated) * 128 + padded(tokens) * width * matrix.dtype.itemsize
-    room = _SHARE * (1 + gated) - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
+    # The split follows from W's size alone, but a program of many rows has half of the pair.
+    halves = 1 + (gated and tokens <= _MOST_FUSED)
+    stage = _BLOCK_N * halves * 128 + padded(tokens) * width * matrix.dtype.itemsize
+    room = _SHARE * halves - _BLOCK_N * halves * scale_bytes(inputs, split, matrix)
     return StreamedConfig(width, max(2, min(_MOST_STAGES, room // stage)), split)
 
 

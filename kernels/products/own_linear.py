@@ -119,14 +119,12 @@ def add_own_linear(
     is computed; else return None.
     """
     tokens, num_outputs = residual.shape
-    # Wider tiles of the streamed product have several parts.
-    width = streamed.BLOCK_N if isinstance(config, StreamedConfig) else config.block_n
     begun = (
         None
         if norm is None
         else BegunNorm(
             x.new_empty(tokens, num_outputs),
-            x.new_empty(tokens, triton.cdiv(num_outputs, width), dtype=torch.float32),
+            x.new_empty(tokens, triton.cdiv(num_outputs, config.block_n), dtype=torch.float32),
         )
     )
     _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, config, add=True)

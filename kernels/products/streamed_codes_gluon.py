@@ -179,8 +179,7 @@ def _streamed_codes(
     BYTES: gl.constexpr = BN * HALVES * WORDS * 4 + ROWS * BK * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    # The order of a sum of squares does not depend on BN: each 64 rows of W have a part of it.
-    WIDE: gl.constexpr = gl.BlockedLayout([2, 1], [32, 1], [1, num_warps], [0, 1])
+    WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
     CODES: gl.constexpr = words_layout(BN, num_warps, WORDS)
     SIXTEEN: gl.constexpr = words_layout(BN, num_warps, WORDS // 2)
     PIECE: gl.constexpr = BK // 2
@@ -394,14 +393,8 @@ def _streamed_codes(
                 (wide * weights[:, None]).to(dtype),
                 mask=inside,
             )
-            parts = gl.where(inside, wide * wide, 0.0).reshape(BN // 64, 64, ROWS)
-            parts = gl.convert_layout(gl.sum(parts, 1), WIDE)
-            own = tile * (BN // 64) + gl.arange(0, BN // 64, layout=gl.SliceLayout(1, WIDE))
-            gl.store(
-                next_squares + t[None, :] * gl.cdiv(N, 64) + own[:, None],
-                parts,
-                mask=(own < gl.cdiv(N, 64))[:, None] & (t < T)[None, :],
-            )
+            parts = gl.sum(gl.where(inside, wide * wide, 0.0), 0)
+            gl.store(next_squares + t * (gl.num_programs(0) // SPLIT) + tile, parts, mask=t < T)
 
 
 def launch(
@@ -417,7 +410,7 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     rows, gated = padded(tokens), flags[-1]
     tiles, words = triton.cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
-    assert words == 32 and c.block_n % 64 == 0
+    assert words == 32 and c.block_n == 64
     if c.split > 1:
         sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
         assert tiles <= MOST_TILES and sums_left <= MOST_PARTIALS, f"{c}"
@@ -459,6 +452,6 @@ def launch(
             triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
         ),
         *flags,
-        num_warps=c.block_n // 16,
+        num_warps=4,
         **pdl(x),
     )

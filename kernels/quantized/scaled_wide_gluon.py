@@ -29,20 +29,9 @@ from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_linear_gluon import _barrier, _bulk_load, _sum_of
-from sidestep.kernels.products.wide_codes_gluon import _finish
+from sidestep.kernels.products.wide_codes_gluon import _ask_for_x, _finish
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.scaled_config import ScaledConfig
-
-
-@gluon.jit
-def _ask_for_x(
-    x_tiles, more_tiles, ring, more_ring, bar, token, column, slot, pred,
-    ROWS: gl.constexpr, MORE: gl.constexpr,
-):  # fmt: skip
-    """Load a tile of x, in one or two pieces."""
-    _bulk_load(x_tiles, [token, column], bar, ring.index(slot), pred=pred)
-    if MORE:
-        _bulk_load(more_tiles, [token + ROWS, column], bar, more_ring.index(slot), pred=pred)
 
 
 @gluon.jit

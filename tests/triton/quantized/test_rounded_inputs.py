@@ -17,10 +17,11 @@ from sidestep.kernels.products.coded_linear import (
     coded_gated_linear,
     coded_linear,
 )
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_config import ScaledConfig
+from sidestep.kernels.quantized.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
@@ -253,6 +254,24 @@ def test_tiles_of_the_kernel_for_hopper(config: ScaledConfig, bias: bool, add: b
             launch(rows, matrix, None, parts, False, config)
             assert_margins_untouched(parts)
             assert_close(parts.sum(0), expected)
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_programs_that_share_a_tile_run_at_once(leaving: bool) -> None:
+    """Check the choice of tiles: programs that wait for one another must all have a processor."""
+    found = set()
+    for tokens in range(60, 600, 4):
+        for outputs, inputs in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
+            config = scaled_config(tokens, outputs, inputs, 132, leaving=leaving)
+            assert config is None or 64 < tokens <= 512
+            if config is None:
+                continue
+            tiles = -(-outputs // config.block_n) * -(-tokens // (config.rows + config.more))
+            assert config.split == 1 or tiles * config.split <= 132
+            sums = tiles * config.split * config.block_n * (config.rows + config.more)
+            assert config.split == 1 or sums <= MOST_PARTIALS
+            found.add((config.rows, config.more))
+    assert {(128, 0), (128, 64), (64, 32)} <= found
 
 
 def test_products_of_the_library() -> None:
