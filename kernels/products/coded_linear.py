@@ -53,6 +53,9 @@ _WIDE = (
     (WideConfig(128, 128, 2, num_warps=4), 2, 1.5, 3.0),
     (WideConfig(128, 128, 2, step=256), 1, 0.82, 3.0),
     (WideConfig(128, 256, 3), 1, 1.38, 6.0),
+    (WideConfig(128, 128, 2, step=256, more=64), 1, 1.01, 4.3),
+    (WideConfig(128, 64, 3, more=32), 2, 1.38, 2.5),
+    (WideConfig(128, 64, 3, step=256, more=32), 1, 0.775, 1.5),
 )
 """Tiles of many rows, the programs of a processor, and microseconds: of steps of 128 columns of all
 of these programs, and of a program's beginning and end."""
@@ -113,8 +116,9 @@ def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
     (outputs, inputs), processors = matrix.shape, num_processors(matrix.device)
     steps, best, least = -(-inputs // STEP), None, 0.0
     for given, each, step_us, ends_us in _WIDE:
-        tiles = -(-outputs // given.block_n) * -(-tokens // given.rows)
-        sums = given.block_n * given.rows
+        rows = given.rows + given.more
+        tiles = -(-outputs // given.block_n) * -(-tokens // rows)
+        sums = given.block_n * rows
         for split in range(1, _MOST_SHARING + 1):
             programs = tiles * split
             if split > 1 and (programs > processors or programs * sums > MOST_PARTIALS):
@@ -128,7 +132,7 @@ def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
     if matrix.in_word == 8:
         return config
     # Codes of 8 bits take twice the memory.
-    tile = config.block_n * STEP + config.rows * STEP * 2
+    tile = config.block_n * STEP + (config.rows + config.more) * STEP * 2
     return replace(config, step=STEP, stages=_WIDE_RING // each // tile)
 
 
