@@ -25,8 +25,12 @@ from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_config import scaled_config
-from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
+from sidestep.kernels.quantized.scaled_config import ScaledConfig, scaled_config
+from sidestep.kernels.quantized.scaled_library import (
+    scaled_by_library,
+    suits_library,
+    unscaled_by_library,
+)
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 
 MAX_ROWS = 64
@@ -39,6 +43,10 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
+_LEAST_ROUNDED = 32
+"""Rows up to which inputs are not rounded where our own kernel multiplies them in 8 bits."""
+_MOST_UNSCALED = 2048
+"""Rows up to which the library is faster without scales, which the activation then applies."""
 _MOST_SPLIT = 8
 _SHARE, _MOST_STAGES = 55 << 10, 10
 """Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
@@ -174,7 +182,10 @@ def _rounds(tokens: int, matrix: DeviceMatrix) -> bool:
     and on GPUs whose tensor cores take such numbers.
     """
     gpu = gpu_of(matrix.device)
-    return tokens > MAX_ROWS and gpu is not None and rounds_inputs(matrix, gpu.capability)
+    if gpu is None or not rounds_inputs(matrix, gpu.capability):
+        return False
+    scaled = suits_library(matrix) and is_hopper(matrix.device)
+    return tokens > (_LEAST_ROUNDED if scaled else MAX_ROWS)
 
 
 def _rounded(x: Tensor | Stream | GateAndUp, matrix: DeviceMatrix) -> QuantizedRows | None:
@@ -213,11 +224,8 @@ def _scaled(
     Our own kernel computes it where it is faster than the library's. parts: whether parts of the
     product may be returned, float32 [P, T, N], which the caller adds.
     """
-    tokens, (outputs, inputs) = len(rounded.codes), matrix.shape
-    config = None
-    if is_hopper(matrix.device):
-        leaving, processors = parts and bias is None, num_processors(matrix.device)
-        config = scaled_config(tokens, outputs, inputs, processors, leaving=leaving)
+    tokens, outputs = len(rounded.codes), matrix.shape[0]
+    config = _own_tiles(tokens, matrix, leaving=parts and bias is None)
     if config is None:
         found = scaled_by_library(rounded, matrix, bias)
         if out is None:
@@ -231,6 +239,23 @@ def _scaled(
         out = rounded.scales.new_empty(tokens, outputs, dtype=matrix.dtype)
     launch(rounded, matrix, bias, out, add, config)
     return out
+
+
+def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledConfig | None:
+    """Return the tiles of our own kernel for rows in 8 bits, or None for the library's."""
+    if not is_hopper(matrix.device):
+        return None
+    processors = num_processors(matrix.device)
+    return scaled_config(tokens, *matrix.shape, processors, leaving=leaving)
+
+
+def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
+    """Return whether the library multiplies, and scales are better applied behind it."""
+    tokens = len(rounded.codes)
+    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
+    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
+    hopper = suits_library(matrix) and is_hopper(matrix.device)
+    return simple and few and hopper and _own_tiles(tokens, matrix, leaving=False) is None
 
 
 def _whole(
@@ -282,6 +307,8 @@ def coded_gated_linear(
     product.
     """
     rounded = _rounded(x, matrix)
+    if rounded is not None and _unscaled(rounded, matrix, bias):
+        return GateAndUp(unscaled_by_library(rounded, matrix), (rounded.scales, matrix.scales))
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)

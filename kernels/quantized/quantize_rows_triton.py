@@ -27,12 +27,19 @@ _WORD = tl.constexpr(
 
 
 @triton.jit
-def _given(source, width, inside, HALVES: tl.constexpr):
-    """Return numbers of a row, or of the activation, in x's type."""
+def _given(source, factor, columns, width, inside, HALVES: tl.constexpr):
+    """Return numbers of a row, or of the activation, in x's type.
+
+    factor, columns: the scales of a row and of the columns before the activation, or None.
+    """
     value = tl.load(source, mask=inside, other=0.0)
     if HALVES:
         dtype: tl.constexpr = source.dtype.element_ty
         up = tl.load(source + width, mask=inside, other=0.0)
+        if columns is not None:
+            value = value.to(tl.float32) * (tl.load(columns, mask=inside, other=0.0) * factor)
+            more = tl.load(columns + width, mask=inside, other=0.0) * factor
+            up = up.to(tl.float32) * more
         value = gated_silu(value, up, dtype).to(dtype)
     return value
 
@@ -110,6 +117,8 @@ def _quantize_rows(
     added,
     norm,
     input_scale,
+    x_rows,
+    x_columns,
     words,
     scales,
     eps,
@@ -143,8 +152,11 @@ def _quantize_rows(
         value = _summed(source + natural, added + row * K + natural, part, natural < K, PARTS)
         first, second = value.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).split()
     else:
-        first = _given(source + columns, K, inside, HALVES)
-        second = _given(source + columns + 8, K, inside_second, HALVES)
+        factor, low, high = 1.0, x_columns, x_columns
+        if x_columns is not None:
+            factor, low, high = tl.load(x_rows + row), low + columns, high + columns + 8
+        first = _given(source + columns, factor, low, K, inside, HALVES)
+        second = _given(source + columns + 8, factor, high, K, inside_second, HALVES)
     if norm is not None:
         low, high = first.to(tl.float32), second.to(tl.float32)
         factor = tl.rsqrt(tl.sum(low * low + high * high) / K + eps)
@@ -184,7 +196,10 @@ def quantize_rows(
     """
     norm: RmsNorm | None = None
     halves = isinstance(x, GateAndUp)
+    x_rows, x_columns = None, None
     if isinstance(x, GateAndUp):
+        if x.scales is not None:
+            x_rows, x_columns = x.scales
         x = x.both
     elif isinstance(x, Stream):
         # Norms of other kinds, and those that are done, are not computed here.
@@ -202,6 +217,8 @@ def quantize_rows(
         added,
         None if norm is None else norm.weight,
         input_scale,
+        x_rows,
+        x_columns,
         codes.view(torch.int32),
         scales,
         0.0 if norm is None else norm.eps,

@@ -27,21 +27,29 @@ class ScaledConfig:
     num_warps: int = 8
 
 
-_LEAST, _MOST = 65, 512
+_LEAST, _MOST = 33, 512
 """Rows of x for which tiles were measured."""
 _STEP = 128
 """Columns of a step."""
 _TILES = (
-    (ScaledConfig(128), 0.365, 3.7),
-    (ScaledConfig(128, 64, stages=5), 0.58, 3.8),
-    (ScaledConfig(64, 32, unroll=4), 0.38, 2.8),
-    (ScaledConfig(64, unroll=4), 0.29, 2.5),
+    (ScaledConfig(128), 1, 0.42, 3.2),
+    (ScaledConfig(128, 64, stages=5), 1, 0.66, 3.0),
+    (ScaledConfig(64, 32, unroll=4), 1, 0.42, 2.9),
+    (ScaledConfig(64, unroll=4), 1, 0.3, 2.0),
+    # Smaller rings leave room for two programs on a processor.
+    (ScaledConfig(64, stages=4), 1, 0.33, 1.5),
+    (ScaledConfig(64, stages=4), 2, 0.5, 2.6),
+    (ScaledConfig(128, stages=4, block_n=64, num_warps=4), 1, 0.31, 2.4),
+    (ScaledConfig(128, stages=4, block_n=64, num_warps=4), 2, 0.45, 2.4),
 )
-"""Tiles, and microseconds of a step and of a program's beginning and end."""
-_LIBRARY = 128, 0.39, 6.0
-"""Width of the library's tiles, and its times. No kernel before it lets it start early."""
-_SHARING_US, _LEAVING_US, _MOST_SHARING = 6.0, 1.5, 4
-"""Time in which programs add what they share, and in which they leave that to the next kernel."""
+"""Tiles, the programs of a processor, and microseconds: of a step of all of these programs, and of
+a program's beginning and end."""
+_LIBRARY, _LIBRARY_TILE = (0.36, 3.0), 128
+_START_US, _PARTLY = 1.0, 1.2
+"""Time in which the library's kernel starts: no kernel before it lets it start early. And by how
+much it is slower for rows that fill no tile."""
+_MOST_SHARING, _SHARING_US = 4, 2.2
+"""Programs that share a tile at most, and the time in which they wait for one another."""
 
 
 def scaled_config(
@@ -49,27 +57,32 @@ def scaled_config(
 ) -> ScaledConfig | None:
     """Return the tiles with the least time by a rule, or None if the library takes less.
 
-    A rule: each turn of all processors takes a program's steps. leaving: whether the next kernel
+    The rule: each turn of all processors takes a program's steps. leaving: whether the next kernel
     adds what programs share.
     """
     if not _LEAST <= tokens <= _MOST:
         return None
-    steps, sharing_us = -(-inputs // _STEP), _LEAVING_US if leaving else _SHARING_US
-    width, step_us, ends_us = _LIBRARY
-    turns = _turns(-(-outputs // width) * -(-tokens // width), processors)
-    best, least = None, turns * steps * step_us + ends_us
-    for given, step_us, ends_us in _TILES:
+    steps = -(-inputs // _STEP)
+    best, least = None, _library_us(tokens, outputs, steps, processors)
+    for given, each, step_us, ends_us in _TILES:
         tiles = -(-outputs // given.block_n) * -(-tokens // (given.rows + given.more))
         for split in (1, 2, _MOST_SHARING):
             if split > 1 and tiles * split > processors:
                 break
-            turns = _turns(tiles * split, processors)
-            took = turns * (-(-steps // split) * step_us + ends_us) + sharing_us * (split > 1)
+            turns = -(-tiles * split // (processors * each))
+            took = turns * (-(-steps // split) * step_us + ends_us)
+            if split > 1:
+                # Sums are written and read once more.
+                took += 8 * tokens * outputs * split / 3e6 + 0.7 * split
+                took += _SHARING_US * (not leaving)
             if took < least:
                 best, least = replace(given, split=split), took
     return best
 
 
-def _turns(programs: int, processors: int) -> int:
-    """Return the turns of all processors that programs take."""
-    return -(-programs // processors)
+def _library_us(tokens: int, outputs: int, steps: int, processors: int) -> float:
+    """Return the time of the library's product by the same rule."""
+    tiles = -(-outputs // _LIBRARY_TILE) * -(-tokens // _LIBRARY_TILE)
+    step_us, ends_us = _LIBRARY
+    took = -(-tiles // processors) * (steps * step_us + ends_us)
+    return took * (_PARTLY if tokens % _LIBRARY_TILE else 1.0) + _START_US
