@@ -20,12 +20,12 @@ from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
+from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, WideConfig, padded
 from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.quantized.scaled_library import (
     scaled_by_library,
     suits_library,
@@ -231,7 +231,7 @@ def _scaled(
         if out is None:
             return found
         return out.add_(found) if add else out.copy_(found)
-    from sidestep.kernels.quantized.scaled_wide_gluon import launch
+    from sidestep.kernels.products.scaled_wide_gluon import launch
 
     if out is None and parts and config.split > 1 and bias is None:
         out = rounded.scales.new_empty(config.split, tokens, outputs)

@@ -18,10 +18,10 @@ from sidestep.kernels.products.coded_linear import (
     coded_linear,
 )
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
+from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.quantized.scaled_library import (
     scaled_by_library,
     suits_library,
@@ -247,7 +247,7 @@ def test_products(form: Form, add: bool) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("add", [False, True])
 def test_tiles_of_the_kernel_for_hopper(config: ScaledConfig, bias: bool, add: bool) -> None:
-    from sidestep.kernels.quantized.scaled_wide_gluon import launch
+    from sidestep.kernels.products.scaled_wide_gluon import launch
 
     for tokens, outputs, inputs in ((300, 200, 1000), (65, 336, 512)):
         values = Values(tokens)

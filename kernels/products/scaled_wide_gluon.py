@@ -28,10 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
+from sidestep.kernels.products.scaled_config import ScaledConfig
 from sidestep.kernels.products.streamed_linear_gluon import _barrier, _bulk_load, _sum_of
 from sidestep.kernels.products.wide_codes_gluon import _ask_for_x, _finish
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
-from sidestep.kernels.quantized.scaled_config import ScaledConfig
 
 
 @gluon.jit
