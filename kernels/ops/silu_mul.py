@@ -20,10 +20,15 @@ class GateAndUp(NamedTuple):
 
     both: Tensor
     """[T, 2 F], contiguous, with the gate first."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """float32 [T, 1] and [1, 2 F]: what each row and each column is still to be multiplied with."""
 
     def computed(self) -> Tensor:
         """Return the activation, [T, F]."""
-        return silu_mul(self.both)
+        if self.scales is None:
+            return silu_mul(self.both)
+        rows, columns = self.scales
+        return silu_mul((self.both * rows * columns).to(self.both.dtype))
 
 
 def computed(x: Tensor | GateAndUp) -> Tensor:

@@ -20,12 +20,17 @@ from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
+from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, WideConfig, padded
 from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
+from sidestep.kernels.quantized.scaled_library import (
+    scaled_by_library,
+    suits_library,
+    unscaled_by_library,
+)
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 
 MAX_ROWS = 64
@@ -38,6 +43,10 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
+_LEAST_ROUNDED = 32
+"""Rows up to which inputs are not rounded where our own kernel multiplies them in 8 bits."""
+_MOST_UNSCALED = 2048
+"""Rows up to which the library is faster without scales, which the activation then applies."""
 _MOST_SPLIT = 8
 _SHARE, _MOST_STAGES = 55 << 10, 10
 """Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
@@ -52,6 +61,9 @@ _WIDE = (
     (WideConfig(128, 128, 2, num_warps=4), 2, 1.5, 3.0),
     (WideConfig(128, 128, 2, step=256), 1, 0.82, 3.0),
     (WideConfig(128, 256, 3), 1, 1.38, 6.0),
+    (WideConfig(128, 128, 2, step=256, more=64), 1, 1.01, 4.3),
+    (WideConfig(128, 64, 3, more=32), 2, 1.38, 2.5),
+    (WideConfig(128, 64, 3, step=256, more=32), 1, 0.775, 1.5),
 )
 """Tiles of many rows, the programs of a processor, and microseconds: of steps of 128 columns of all
 of these programs, and of a program's beginning and end."""
@@ -96,8 +108,10 @@ def _streamed_config(
     """
     inputs, width = matrix.shape[1], 32 * matrix.in_word
     split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, _LEAST_STEPS[width])
-    stage = _BLOCK_N * (1 + gated) * 128 + padded(tokens) * width * matrix.dtype.itemsize
-    room = _SHARE * (1 + gated) - _BLOCK_N * (1 + gated) * scale_bytes(inputs, split, matrix)
+    # The split follows from W's size alone, but a program of many rows has half of the pair.
+    halves = 1 + (gated and tokens <= _MOST_FUSED)
+    stage = _BLOCK_N * halves * 128 + padded(tokens) * width * matrix.dtype.itemsize
+    room = _SHARE * halves - _BLOCK_N * halves * scale_bytes(inputs, split, matrix)
     return StreamedConfig(width, max(2, min(_MOST_STAGES, room // stage)), split)
 
 
@@ -110,8 +124,9 @@ def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
     (outputs, inputs), processors = matrix.shape, num_processors(matrix.device)
     steps, best, least = -(-inputs // STEP), None, 0.0
     for given, each, step_us, ends_us in _WIDE:
-        tiles = -(-outputs // given.block_n) * -(-tokens // given.rows)
-        sums = given.block_n * given.rows
+        rows = given.rows + given.more
+        tiles = -(-outputs // given.block_n) * -(-tokens // rows)
+        sums = given.block_n * rows
         for split in range(1, _MOST_SHARING + 1):
             programs = tiles * split
             if split > 1 and (programs > processors or programs * sums > MOST_PARTIALS):
@@ -125,7 +140,7 @@ def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
     if matrix.in_word == 8:
         return config
     # Codes of 8 bits take twice the memory.
-    tile = config.block_n * STEP + config.rows * STEP * 2
+    tile = config.block_n * STEP + (config.rows + config.more) * STEP * 2
     return replace(config, step=STEP, stages=_WIDE_RING // each // tile)
 
 
@@ -167,7 +182,10 @@ def _rounds(tokens: int, matrix: DeviceMatrix) -> bool:
     and on GPUs whose tensor cores take such numbers.
     """
     gpu = gpu_of(matrix.device)
-    return tokens > MAX_ROWS and gpu is not None and rounds_inputs(matrix, gpu.capability)
+    if gpu is None or not rounds_inputs(matrix, gpu.capability):
+        return False
+    scaled = suits_library(matrix) and is_hopper(matrix.device)
+    return tokens > (_LEAST_ROUNDED if scaled else MAX_ROWS)
 
 
 def _rounded(x: Tensor | Stream | GateAndUp, matrix: DeviceMatrix) -> QuantizedRows | None:
@@ -192,19 +210,71 @@ def _rows_of(x: Tensor | Stream | GateAndUp) -> int:
     return len(x.hidden if isinstance(x, Stream) else x)
 
 
-def _by_library(
-    x: Tensor | Stream, rounded: QuantizedRows | None, matrix: DeviceMatrix, bias: Tensor | None
-) -> Tensor | None:
-    """Return the product as the library computes it, or None where our own kernels are faster.
+def _scaled(
+    rounded: QuantizedRows,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    add: bool = False,
+    parts: bool = False,
+) -> Tensor:
+    """Return the product of rows in 8 bits with scales a row, or add it to out [T, N].
 
-    The library multiplies in 8 bits what is rounded to them. For many rows it multiplies the
-    decoded matrix.
+    Our own kernel computes it where it is faster than the library's. parts: whether parts of the
+    product may be returned, float32 [P, T, N], which the caller adds.
+    """
+    tokens, outputs = len(rounded.codes), matrix.shape[0]
+    config = _own_tiles(tokens, matrix, leaving=parts and bias is None)
+    if config is None:
+        found = scaled_by_library(rounded, matrix, bias)
+        if out is None:
+            return found
+        return out.add_(found) if add else out.copy_(found)
+    from sidestep.kernels.products.scaled_wide_gluon import launch
+
+    if out is None and parts and config.split > 1 and bias is None:
+        out = rounded.scales.new_empty(config.split, tokens, outputs)
+    elif out is None:
+        out = rounded.scales.new_empty(tokens, outputs, dtype=matrix.dtype)
+    launch(rounded, matrix, bias, out, add, config)
+    return out
+
+
+def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledConfig | None:
+    """Return the tiles of our own kernel for rows in 8 bits, or None for the library's."""
+    if not is_hopper(matrix.device):
+        return None
+    processors = num_processors(matrix.device)
+    return scaled_config(tokens, *matrix.shape, processors, leaving=leaving)
+
+
+def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
+    """Return whether the library multiplies, and scales are better applied behind it."""
+    tokens = len(rounded.codes)
+    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
+    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
+    hopper = suits_library(matrix) and is_hopper(matrix.device)
+    return simple and few and hopper and _own_tiles(tokens, matrix, leaving=False) is None
+
+
+def _whole(
+    x: Tensor | Stream,
+    rounded: QuantizedRows | None,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Return the product of rows with scales a row, or of many rows by the library, else None.
+
+    out: memory for it. For many rows, the library multiplies the decoded matrix.
     """
     if rounded is not None:
-        return scaled_by_library(rounded, matrix, bias) if suits_library(matrix) else None
+        return _scaled(rounded, matrix, bias, out) if suits_library(matrix) else None
     if _rows_of(x) < _DECODED:
         return None
-    return linear(normed(x), _decoded(matrix), bias)
+    found = linear(normed(x), _decoded(matrix), bias)
+    return found if out is None else out.copy_(found)
 
 
 def _decoded(matrix: DeviceMatrix) -> Tensor:
@@ -224,10 +294,8 @@ def coded_linear(
     x is [T, K], or a stream whose norm is multiplied; b is [N].
     """
     rounded = _rounded(x, matrix)
-    found = _by_library(x, rounded, matrix, bias)
-    if found is not None:
-        return found if out is None else out.copy_(found)
-    return _own(x, rounded, matrix, bias, gated=False, out=out)
+    found = _whole(x, rounded, matrix, bias, out)
+    return found if found is not None else _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
 def coded_gated_linear(
@@ -239,7 +307,9 @@ def coded_gated_linear(
     product.
     """
     rounded = _rounded(x, matrix)
-    found = _by_library(x, rounded, matrix, bias)
+    if rounded is not None and _unscaled(rounded, matrix, bias):
+        return GateAndUp(unscaled_by_library(rounded, matrix), (rounded.scales, matrix.scales))
+    found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
     fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
@@ -304,15 +374,18 @@ def add_coded_linear(
             residual += bias
         residual.addmm_(x, _decoded(matrix).t())
         return None
-    found = _by_library(x, rounded, matrix, bias)
-    if found is not None:
+    if rounded is not None and suits_library(matrix):
         if norm is None or matrix.input_scale is not None:
-            residual += found
+            _scaled(rounded, matrix, bias, residual, add=True)
             return None
         assert matrix.rounded is not None
         # The next matrix is most likely of this form.
-        grouped = matrix.group[1] != 0
-        return quantize_rows(Stream(residual, norm), matrix.rounded, grouped=grouped, added=found)
+        return quantize_rows(
+            Stream(residual, norm),
+            matrix.rounded,
+            grouped=False,
+            added=_scaled(rounded, matrix, bias, parts=True),
+        )
     if rounded is not None:
         scaled_product(rounded, matrix, bias, residual, add=True)
         return None

@@ -70,3 +70,5 @@ class WideConfig:
     """Steps that are multiplied before all threads wait for the tensor cores."""
     step: int = 128
     """Columns of a tile in the ring."""
+    more: int = 0
+    """Rows of x of a second piece of the tile; 0 without one."""

@@ -36,9 +36,11 @@ from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 @gluon.jit
 def _ask(
     x_tiles,
+    more_tiles,
     word_tiles,
     ring,
     x_ring,
+    more_ring,
     bars,
     row,
     token,
@@ -48,11 +50,27 @@ def _ask(
     WORDS: gl.constexpr,
     STEP: gl.constexpr,
     BYTES: gl.constexpr,
+    ROWS: gl.constexpr,
+    MORE: gl.constexpr,
 ):
     """Load a tile of codes and one of x."""
     mbarrier.expect(bars.index(slot), BYTES, pred=pred)
     _bulk_load(word_tiles, [row, step * WORDS], bars.index(slot), ring.index(slot), pred=pred)
-    _bulk_load(x_tiles, [token, step * STEP], bars.index(slot), x_ring.index(slot), pred=pred)
+    _ask_for_x(
+        x_tiles, more_tiles, x_ring, more_ring, bars.index(slot), token, step * STEP, slot, pred,
+        ROWS, MORE,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _ask_for_x(
+    x_tiles, more_tiles, ring, more_ring, bar, token, column, slot, pred,
+    ROWS: gl.constexpr, MORE: gl.constexpr,
+):  # fmt: skip
+    """Load a tile of x, in one or two pieces."""
+    _bulk_load(x_tiles, [token, column], bar, ring.index(slot), pred=pred)
+    if MORE:
+        _bulk_load(more_tiles, [token + ROWS, column], bar, more_ring.index(slot), pred=pred)
 
 
 @gluon.jit
@@ -89,9 +107,43 @@ def _finish(result, n, token, bias, out, T, N, out_stride, BIAS: gl.constexpr, A
     gl.store(places, result.to(out.dtype.element_ty), mask=inside)
 
 
+@gluon.jit
+def _store(
+    result, own, part, row, token, bias, out, T, N, out_stride,
+    SPLIT: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+):  # fmt: skip
+    """Finish the sums of a tile, or leave them for the programs that share it."""
+    BN: gl.constexpr = result.shape[0]
+    ROWS: gl.constexpr = result.shape[1]
+    WIDE: gl.constexpr = result.type.layout
+    n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
+    if SPLIT == 1:
+        _finish(result, n, token, bias, out, T, N, out_stride, BIAS, ADD)
+    else:
+        t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
+        gl.store(own + part * (BN * ROWS) + t[None, :] * BN + (n - row)[:, None], result)
+
+
+@gluon.jit
+def _finish_part(
+    own, part, row, token, bias, out, T, N, out_stride,
+    BN: gl.constexpr, ROWS: gl.constexpr, SPLIT: gl.constexpr,
+    BIAS: gl.constexpr, ADD: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Add the parts of a tile's programs, for this program's share of the rows of x."""
+    FEW: gl.constexpr = 16
+    n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
+    few = gl.arange(0, FEW, layout=gl.SliceLayout(0, WIDE))
+    for turn in range(part, ROWS // FEW, SPLIT):
+        source = own + (turn * FEW + few)[None, :] * BN + (n - row)[:, None]
+        result = _sum_of(source, SPLIT, BN * ROWS)
+        _finish(result, n, token + turn * FEW, bias, out, T, N, out_stride, BIAS, ADD)
+
+
 @gluon.jit(do_not_specialize=["T", "row_tiles"])
 def _wide_codes(
     x_tiles,
+    more_tiles,
     word_tiles,
     scales,
     bias,
@@ -108,6 +160,7 @@ def _wide_codes(
     HEIGHT: gl.constexpr,
     ZEROS: gl.constexpr,
     ROWS: gl.constexpr,
+    MORE: gl.constexpr,
     BN: gl.constexpr,
     STEP: gl.constexpr,
     WORDS: gl.constexpr,
@@ -120,9 +173,14 @@ def _wide_codes(
     num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_tiles.dtype
-    BYTES: gl.constexpr = BN * WORDS * 4 + ROWS * STEP * 2
+    ALL: gl.constexpr = ROWS + MORE
+    BYTES: gl.constexpr = BN * WORDS * 4 + ALL * STEP * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    OTHER: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [num_warps, 1], [16, MORE if MORE else 8, 16]
+    )
+    OTHER_FIRST: gl.constexpr = gl.DotOperandLayout(0, OTHER, 2)
     WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
     CODES: gl.constexpr = words_layout(BN, num_warps, WORDS * 128 // STEP)
     HALF: gl.constexpr = words_layout(BN, num_warps, WORDS * 64 // STEP)
@@ -134,13 +192,16 @@ def _wide_codes(
     part = gl.program_id(0) % SPLIT
     place = gl.program_id(0) // SPLIT
     row = place // row_tiles * BN
-    token = place % row_tiles * ROWS
+    token = place % row_tiles * ALL
     # Steps behind the last column are filled with zeros.
     each = gl.cdiv(gl.cdiv(K, STEP), SPLIT * UNROLL) * UNROLL
     first = part * each
     steps = gl.minimum(gl.cdiv(K, STEP * UNROLL) * UNROLL - first, each)
     ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN, WORDS], word_tiles.layout)
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, ROWS, STEP], x_tiles.layout)
+    more_ring = x_ring
+    if MORE:
+        more_ring = gl.allocate_shared_memory(dtype, [STAGES, MORE, STEP], more_tiles.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(STAGES):
         mbarrier.init(bars.index(slot), count=1)
@@ -161,12 +222,13 @@ def _wide_codes(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for slot in gl.static_range(STAGES):
-        _bulk_load(
-            x_tiles, [token, (first + slot) * STEP], bars.index(slot), x_ring.index(slot),
-            pred=slot < steps,
+        _ask_for_x(
+            x_tiles, more_tiles, x_ring, more_ring, bars.index(slot), token, (first + slot) * STEP,
+            slot, slot < steps, ROWS, MORE,
         )  # fmt: skip
     # 2. Multiply. The tensor cores work on half a step while the other half is decoded.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)
+    acc_more = gl.zeros([BN, MORE if MORE else 8], gl.float32, OTHER)
     for turn in range(gl.cdiv(steps, UNROLL)):
         for i in gl.static_range(UNROLL * PARTS):
             step = turn * UNROLL + i // PARTS
@@ -194,16 +256,29 @@ def _wide_codes(
             acc = warpgroup_mma(
                 w, value.slice(0, COLUMNS, dim=1).permute([1, 0]), acc, is_async=True
             )
-            if i > 0:
+            if MORE:
+                value_more = more_ring.index(at).slice(
+                    i % PARTS * (2 * COLUMNS), 2 * COLUMNS, dim=1
+                )
+                w_more = gl.convert_layout(w, OTHER_FIRST)
+                acc_more = warpgroup_mma(
+                    w_more, value_more.slice(0, COLUMNS, dim=1).permute([1, 0]), acc_more,
+                    is_async=True,
+                )  # fmt: skip
+                if i > 0:
+                    acc, acc_more, w, w_more = warpgroup_mma_wait(
+                        2, deps=[acc, acc_more, w, w_more]
+                    )
+            elif i > 0:
                 acc, w = warpgroup_mma_wait(1, deps=[acc, w])
             if i % PARTS == 0:
                 # All threads are done with the tile before. A later one comes in its place.
                 _barrier()
                 ahead = step - 1 + STAGES
                 _ask(
-                    x_tiles, word_tiles, ring, x_ring, bars, row, token, first + ahead,
-                    (step + STAGES - 1) % STAGES, (step > 0) & (ahead < steps),
-                    WORDS, STEP, BYTES,
+                    x_tiles, more_tiles, word_tiles, ring, x_ring, more_ring, bars, row, token,
+                    first + ahead, (step + STAGES - 1) % STAGES, (step > 0) & (ahead < steps),
+                    WORDS, STEP, BYTES, ROWS, MORE,
                 )  # fmt: skip
             second_w = gl.convert_layout(
                 decoded(second_words, zero, scale, KIND, dtype, BN, COLUMNS), FIRST
@@ -212,34 +287,52 @@ def _wide_codes(
                 second_w, value.slice(COLUMNS, COLUMNS, dim=1).permute([1, 0]), acc,
                 is_async=True,
             )  # fmt: skip
-            if i < UNROLL * PARTS - 1:
-                acc, w, second_w = warpgroup_mma_wait(1, deps=[acc, w, second_w])
+            if MORE:
+                second_more = gl.convert_layout(second_w, OTHER_FIRST)
+                acc_more = warpgroup_mma(
+                    second_more, value_more.slice(COLUMNS, COLUMNS, dim=1).permute([1, 0]),
+                    acc_more, is_async=True,
+                )  # fmt: skip
+                acc, acc_more, w, w_more, second_w, second_more = warpgroup_mma_wait(
+                    0 if i == UNROLL * PARTS - 1 else 2,
+                    deps=[acc, acc_more, w, w_more, second_w, second_more],
+                )
             else:
-                acc, w, second_w = warpgroup_mma_wait(0, deps=[acc, w, second_w])
+                acc, w, second_w = warpgroup_mma_wait(
+                    0 if i == UNROLL * PARTS - 1 else 1, deps=[acc, w, second_w]
+                )
     if not GROUPED:
         factor = gl.convert_layout(given, gl.SliceLayout(1, MMA))
         acc *= (without_zero(factor) if ZEROS else factor)[:, None]
-    n = row + gl.arange(0, BN, layout=gl.SliceLayout(1, WIDE))
-    if SPLIT == 1:
-        _finish(gl.convert_layout(acc, WIDE), n, token, bias, out, T, N, out_stride, BIAS, ADD)
-    else:
-        # 3. Add the parts of a tile's programs: each program adds those of some rows of x.
-        SIZE: gl.constexpr = BN * ROWS
-        t = gl.arange(0, ROWS, layout=gl.SliceLayout(0, WIDE))
-        own = partials + place.to(tl.int64) * (SPLIT * SIZE)
-        target = own + part * SIZE + t[None, :] * BN + (n - row)[:, None]
-        gl.store(target, gl.convert_layout(acc, WIDE))
+    if MORE and not GROUPED:
+        factor = gl.convert_layout(given, gl.SliceLayout(1, OTHER))
+        acc_more *= (without_zero(factor) if ZEROS else factor)[:, None]
+    # 3. Store the sums, or add the parts of a tile's programs.
+    own = partials + place.to(tl.int64) * (SPLIT * BN * ALL)
+    own_more = own + SPLIT * BN * ROWS
+    _store(
+        gl.convert_layout(acc, WIDE), own, part, row, token, bias, out, T, N, out_stride,
+        SPLIT, BIAS, ADD,
+    )  # fmt: skip
+    if MORE:
+        _store(
+            gl.convert_layout(acc_more, WIDE), own_more, part, row, token + ROWS, bias, out, T, N,
+            out_stride, SPLIT, BIAS, ADD,
+        )  # fmt: skip
+    if SPLIT > 1:
         _barrier()
         # A tile's programs start one after the other, and wait for nothing else. So all arrive.
         arrived = gl.atomic_add(counters + place, 1, sem="acq_rel") + 1
         while arrived < SPLIT:
             arrived = gl.atomic_add(counters + place, 0, sem="acquire")
-        FEW: gl.constexpr = 16
-        few = gl.arange(0, FEW, layout=gl.SliceLayout(0, WIDE))
-        for turn in range(part, ROWS // FEW, SPLIT):
-            source = own + (turn * FEW + few)[None, :] * BN + (n - row)[:, None]
-            result = _sum_of(source, SPLIT, SIZE)
-            _finish(result, n, token + turn * FEW, bias, out, T, N, out_stride, BIAS, ADD)
+        _finish_part(
+            own, part, row, token, bias, out, T, N, out_stride, BN, ROWS, SPLIT, BIAS, ADD, WIDE
+        )
+        if MORE:
+            _finish_part(
+                own_more, part, row, token + ROWS, bias, out, T, N, out_stride,
+                BN, MORE, SPLIT, BIAS, ADD, WIDE,
+            )  # fmt: skip
         _barrier()
         if gl.atomic_add(counters + place, 1, sem="acq_rel") == 2 * SPLIT - 1:
             gl.store(counters + place, 0)
@@ -257,11 +350,11 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     assert matrix.in_word == 8 or c.step == STEP, "a row of a tile has at most 128 bytes"
     words = c.step // matrix.in_word
-    tiles, row_tiles = triton.cdiv(num_outputs, c.block_n), triton.cdiv(tokens, c.rows)
+    tiles, row_tiles = triton.cdiv(num_outputs, c.block_n), triton.cdiv(tokens, c.rows + c.more)
     if c.split > 1:
         shared = tiles * row_tiles
         assert shared <= MOST_TILES, f"{c}"
-        assert shared * c.split * c.block_n * c.rows <= MOST_PARTIALS, f"{c}"
+        assert shared * c.split * c.block_n * (c.rows + c.more) <= MOST_PARTIALS, f"{c}"
     workspace = workspace_of(x.device)
     height, width = matrix.group
     layout = gl.NVMMASharedLayout.get_default_for([c.block_n, words], gl.int32)
@@ -271,6 +364,7 @@ def launch(
     )
     _wide_codes[(tiles * row_tiles * c.split,)](
         _tiles(x, c.rows, c.step),
+        _tiles(x, c.more or c.rows, c.step),
         word_tiles,
         matrix.scales,
         x if bias is None else bias,
@@ -287,6 +381,7 @@ def launch(
         height,
         matrix.zeros,
         c.rows,
+        c.more,
         c.block_n,
         c.step,
         words,

@@ -12,12 +12,103 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
 from sidestep.kernels.quantized.device_matrix import STEP
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
+
+_WORD = tl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
+    " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
+)
+"""Make a word of four numbers."""
+
+
+@triton.jit
+def _given(source, factor, columns, width, inside, HALVES: tl.constexpr):
+    """Return numbers of a row, or of the activation, in x's type.
+
+    factor, columns: the scales of a row and of the columns before the activation, or None.
+    """
+    value = tl.load(source, mask=inside, other=0.0)
+    if HALVES:
+        dtype: tl.constexpr = source.dtype.element_ty
+        up = tl.load(source + width, mask=inside, other=0.0)
+        if columns is not None:
+            value = value.to(tl.float32) * (tl.load(columns, mask=inside, other=0.0) * factor)
+            more = tl.load(columns + width, mask=inside, other=0.0) * factor
+            up = up.to(tl.float32) * more
+        value = gated_silu(value, up, dtype).to(dtype)
+    return value
+
+
+@triton.jit
+def _summed(source, more, part, inside, PARTS: tl.constexpr):
+    """Return numbers of a row and the parts of another one, and write their sum over the first."""
+    value = tl.load(source, mask=inside, other=0.0)
+    summed = tl.load(more, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(1, PARTS):
+        summed += tl.load(more + i * part, mask=inside, other=0.0).to(tl.float32)
+    value = (value.to(tl.float32) + summed).to(source.dtype.element_ty)
+    tl.store(source, value, mask=inside)
+    return value
+
+
+@triton.jit
+def _normed(value, factor, weight):
+    """Return the norm of numbers, in their type."""
+    dtype: tl.constexpr = value.dtype
+    normed = (value.to(tl.float32) * factor).to(dtype).to(tl.float32)
+    return (normed * weight.to(tl.float32)).to(dtype)
+
+
+@triton.jit
+def _size(value):
+    """Return the bits of absolute values in float32. They have the numbers' order, NaN above all.
+
+    NaN is lost in a maximum of numbers.
+    """
+    return value.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scaled(value, inverse):
+    """Return numbers [G, 8] times the inverses of their groups' scales, in float32."""
+    groups: tl.constexpr = inverse.shape[0]
+    value = value.to(tl.float32).reshape(groups, value.numel // groups) * inverse[:, None]
+    return value.reshape(value.numel // 8, 8)
+
+
+@triton.jit
+def _rounded(value, LARGEST: tl.constexpr, INTEGERS: tl.constexpr):
+    """Return the code of each number in the lowest eight bits.
+
+    A sum whose last bit counts as much as the last one of the code rounds to the nearest, to even
+    if two are as near. The conversion is then exact, also in Triton's interpreter.
+    """
+    value = tl.clamp(value, -LARGEST, LARGEST)
+    if INTEGERS:
+        return ((value + 12582912.0) - 12582912.0).to(tl.int32) & 0xFF
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    large = tl.maximum(power, 0.015625) * 1572864.0
+    value = ((value + large) - large).to(tl.float8e4nv)
+    return value.to(tl.uint8, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _words(first, second, LARGEST: tl.constexpr, INTEGERS: tl.constexpr, NATIVE: tl.constexpr):
+    """Return the words of scaled numbers [G, 8], which are the two halves of each 16 columns."""
+    f0, f1 = first.reshape(first.shape[0], 4, 2).split()
+    s0, s1 = second.reshape(first.shape[0], 4, 2).split()
+    if NATIVE and not INTEGERS:
+        return tl.inline_asm_elementwise(
+            _WORD, "=r,r,r,r,r", [s0, f0, s1, f1], dtype=tl.int32, is_pure=True, pack=1
+        )
+    f0, f1 = _rounded(f0, LARGEST, INTEGERS), _rounded(f1, LARGEST, INTEGERS)
+    s0, s1 = _rounded(s0, LARGEST, INTEGERS), _rounded(s1, LARGEST, INTEGERS)
+    return s0 | (f0 << 8) | (s1 << 16) | (f1 << 24)
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -26,7 +117,9 @@ def _quantize_rows(
     added,
     norm,
     input_scale,
-    codes,
+    x_rows,
+    x_columns,
+    words,
     scales,
     eps,
     x_stride,
@@ -34,57 +127,55 @@ def _quantize_rows(
     FILLED: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    INTEGERS: tl.constexpr,
     GROUPED: tl.constexpr,
     HALVES: tl.constexpr,
+    PARTS: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < K
+    # A thread has both halves of 16 columns, of which it makes four words.
+    columns = tl.arange(0, BLOCK // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    inside, inside_second = columns < K, columns + 8 < K
     if norm is not None:
-        weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+        weight = tl.load(norm + columns, mask=inside, other=0.0)
+        second_weight = tl.load(norm + 8 + columns, mask=inside_second, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    dtype: tl.constexpr = x.dtype.element_ty
-    source = x + row * x_stride + columns
-    value = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    if HALVES:
-        up = tl.load(source + K, mask=inside, other=0.0)
-        value = gated_silu(value, up, dtype).to(dtype).to(tl.float32)
+    source = x + row * x_stride
     if added is not None:
-        more = tl.load(added + row * K + columns, mask=inside, other=0.0)
-        summed = (value + more.to(tl.float32)).to(dtype)
-        tl.store(source, summed, mask=inside)
-        value = summed.to(tl.float32)
+        # Whole lines are written at once, and threads swap numbers then.
+        natural = tl.arange(0, BLOCK)
+        part = tl.num_programs(0).to(tl.int64) * K
+        value = _summed(source + natural, added + row * K + natural, part, natural < K, PARTS)
+        first, second = value.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).split()
+    else:
+        factor, low, high = 1.0, x_columns, x_columns
+        if x_columns is not None:
+            factor, low, high = tl.load(x_rows + row), low + columns, high + columns + 8
+        first = _given(source + columns, factor, low, K, inside, HALVES)
+        second = _given(source + columns + 8, factor, high, K, inside_second, HALVES)
     if norm is not None:
-        factor = tl.rsqrt(tl.sum(value * value, 0) / K + eps)
-        value = ((value * factor).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+        low, high = first.to(tl.float32), second.to(tl.float32)
+        factor = tl.rsqrt(tl.sum(low * low + high * high) / K + eps)
+        first = _normed(first, factor, weight)
+        second = _normed(second, factor, second_weight)
     GROUPS: tl.constexpr = BLOCK // 128 if GROUPED else 1
-    value = value.reshape(GROUPS, BLOCK // GROUPS)
     group = tl.arange(0, GROUPS)
     if input_scale is None:
-        # NaN, which an integer does not have and a maximum drops, is left in the scale.
-        largest = tl.max(tl.abs(value), 1)
-        lost = tl.sum((value != value).to(tl.int32), 1) > 0
-        scale = tl.where(lost, float("nan"), tl.maximum(largest, 1e-30) / LARGEST)
+        size = tl.maximum(_size(first), _size(second)).reshape(GROUPS, BLOCK // 2 // GROUPS)
+        largest = tl.max(size, 1).to(tl.float32, bitcast=True)
+        scale = tl.where(largest < 1e-30, 1e-30, largest) / LARGEST
     else:
         scale = tl.load(input_scale + tl.zeros([GROUPS], tl.int32))
-    rounded = tl.clamp(value / scale[:, None], -LARGEST, LARGEST)
-    # Columns are 64 piece + 16 c + 8 half + 2 t + neighbour.
-    rounded = rounded.reshape(BLOCK // 64, 4, 2, 4, 2).permute(0, 3, 1, 4, 2)
-    first, second = rounded.split()
-    rounded = tl.join(second, first).reshape(BLOCK)
-    kind: tl.constexpr = codes.dtype.element_ty
-    # Round to the nearest, to even if two are as near, by a sum whose last bit counts as much as
-    # the last one of the code. The conversion is then exact, also in Triton's interpreter.
-    if kind == tl.int8:
-        large = 12582912.0
-    else:
-        power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        large = tl.maximum(power, 0.015625) * 1572864.0
-    rounded = (rounded + large) - large
-    tl.store(codes + row * FILLED + columns, rounded.to(kind), mask=columns < FILLED)
+    inverse = 1.0 / scale
+    made = _words(_scaled(first, inverse), _scaled(second, inverse), LARGEST, INTEGERS, NATIVE)
+    # Word 4 t + c of a piece of 64 columns has columns 16 c + 2 t and their neighbours.
+    made = made.reshape(BLOCK // 64, 4, 4).permute(0, 2, 1).reshape(BLOCK // 4)
+    place = tl.arange(0, BLOCK // 4)
+    tl.store(words + row * (FILLED // 4) + place, made, mask=place < FILLED // 4)
     WIDTH: tl.constexpr = (K + 127) // 128 if GROUPED else 1
     tl.store(scales + row * WIDTH + group, scale, mask=group < WIDTH)
 
@@ -100,12 +191,15 @@ def quantize_rows(
     """Return the rows of x [T, K], or of a stream's norm, or of an activation, in 8 bits.
 
     grouped: whether each 128 columns have a scale. input_scale: float32 [1], the scale of all rows;
-    None where each has its own, by its largest number. added: [T, K], contiguous, which is first
-    added to x or to the stream, in place.
+    None where each has its own, by its largest number. added: [T, K] or parts of it [P, T, K],
+    contiguous, which are first added to x or to the stream, in place.
     """
     norm: RmsNorm | None = None
     halves = isinstance(x, GateAndUp)
+    x_rows, x_columns = None, None
     if isinstance(x, GateAndUp):
+        if x.scales is not None:
+            x_rows, x_columns = x.scales
         x = x.both
     elif isinstance(x, Stream):
         # Norms of other kinds, and those that are done, are not computed here.
@@ -123,7 +217,9 @@ def quantize_rows(
         added,
         None if norm is None else norm.weight,
         input_scale,
-        codes,
+        x_rows,
+        x_columns,
+        codes.view(torch.int32),
         scales,
         0.0 if norm is None else norm.eps,
         x.stride(0),
@@ -131,9 +227,17 @@ def quantize_rows(
         filled,
         block,
         448.0 if kind == "fp8" else 127.0,
+        kind == "int8",
         grouped,
         halves,
-        num_warps=max(1, min(16, block // 512)),
+        1 if added is None else added.numel() // x.numel(),
+        has_pdl(x.device),
+        num_warps=_warps(block),
         **pdl(x),
     )
     return QuantizedRows(codes, scales)
+
+
+def _warps(block: int) -> int:
+    """Return the warps of a program."""
+    return max(1, min(16, block // 512))

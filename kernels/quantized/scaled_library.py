@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,9 +14,35 @@ _ALIGNED = 16
 """Sizes of matrices must be multiples of this."""
 
 
+@functools.cache
+def _one(device: torch.device) -> Tensor:
+    """Return 1 on a device. A run of all sizes comes before the capture of a graph."""
+    return torch.ones((), dtype=torch.float32, device=device)
+
+
 def suits_library(matrix: DeviceMatrix) -> bool:
     """Return whether the library multiplies this matrix with rows in 8 bits."""
     return matrix.rounded == "fp8" and matrix.group[1] == 0 and matrix.shape[0] % _ALIGNED == 0
+
+
+def unscaled_by_library(x: QuantizedRows, matrix: DeviceMatrix) -> Tensor:
+    """Return the product of the codes, [T, N]: each is still to be scaled.
+
+    The library has other kernels for it, which are faster for some hundred rows. Sums of products
+    of e4m3 fit into bfloat16, but not into float16.
+    """
+    assert matrix.dtype == torch.bfloat16
+    weight = matrix.words.view(x.codes.dtype)
+    if not x.codes.is_cuda and not x.codes.is_meta:
+        return (x.codes.float() @ weight.float().t()).to(matrix.dtype)
+    return torch._scaled_mm(
+        x.codes,
+        weight.t(),
+        scale_a=_one(x.codes.device),
+        scale_b=_one(x.codes.device),
+        out_dtype=matrix.dtype,
+        use_fast_accum=False,
+    )
 
 
 def scaled_by_library(x: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor:

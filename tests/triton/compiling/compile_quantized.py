@@ -47,7 +47,7 @@ FORMS = (
     Form("fp4", (1, 32)),
     Form("nf4", (1, 64)),
 )
-MAIN_FORMS = FORMS[:2]
+MAIN_FORMS = FORMS[:3]
 ROWS = (1, 64, 100, TOKENS)
 VOCABULARY = 128_256
 

@@ -200,6 +200,8 @@ def test_programs_without_columns_end(form: Form) -> None:
         WideConfig(256, 128, 3, 2),
         WideConfig(128, 256, 2, 3, unroll=1),
         WideConfig(128, 128, 3, unroll=3),
+        WideConfig(128, 128, 3, 2, more=64),
+        WideConfig(128, 64, 2, num_warps=4, more=32),
     ],
     ids=str,
 )

@@ -17,10 +17,16 @@ from sidestep.kernels.products.coded_linear import (
     coded_gated_linear,
     coded_linear,
 )
+from sidestep.kernels.products.partial_sums import MOST_PARTIALS
+from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, CodedMatrix, Rounded, stack
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.quantized.quantize_rows_triton import quantize_rows
-from sidestep.kernels.quantized.scaled_library import scaled_by_library, suits_library
+from sidestep.kernels.quantized.scaled_library import (
+    scaled_by_library,
+    suits_library,
+    unscaled_by_library,
+)
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.support import (
@@ -32,12 +38,22 @@ from tests.triton.support import (
     assert_close,
     assert_margins_untouched,
     guarded,
+    needs_gpu,
     poisoned,
     unchanged,
 )
 
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 BLOCK, CHANNEL, INTEGER = Form("fp8", 128, 128), Form("fp8", WHOLE), Form("int8", WHOLE)
+
+
+TILES = (
+    ScaledConfig(128),
+    ScaledConfig(128, split=2, unroll=2),
+    ScaledConfig(128, 64, stages=3, split=4),
+    ScaledConfig(64, 32, stages=2),
+    ScaledConfig(128, stages=4, split=2, block_n=64, num_warps=4),
+)
 
 
 def numbers_of(rows: QuantizedRows, columns: int) -> Tensor:
@@ -116,6 +132,19 @@ def test_the_norm_is_done_on_the_way(done: bool) -> None:
     torch.testing.assert_close(found, result.double(), rtol=2.0**-4, atol=0.02)
 
 
+def test_parts_of_a_sum_are_added_in_order() -> None:
+    values = Values(0)
+    hidden, weight = values.normal(3, 200, dtype=DTYPE, scale=7), values.normal(200, dtype=DTYPE)
+    parts = guarded(values.normal(3, 3, 200, dtype=torch.float32))
+    summed = (hidden.float() + ((parts[0] + parts[1]) + parts[2])).to(DTYPE)
+    norm = RmsNorm(weight, 1e-5)
+    alone = quantize_rows(Stream(summed.clone(), norm), "fp8", grouped=False)
+    with unchanged(parts=parts), PoisonedAllocations():
+        found = quantize_rows(Stream(hidden, norm), "fp8", grouped=False, added=parts)
+    assert torch.equal(hidden, summed)
+    assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_the_sum_into_the_stream_is_done_on_the_way(grouped: bool) -> None:
     values = Values(0)
@@ -141,6 +170,20 @@ def test_the_activation_is_done_on_the_way(columns: int) -> None:
     torch.testing.assert_close(found.scales, alone.scales, rtol=1e-5, atol=0)
     given, expected = numbers_of(found, columns), numbers_of(alone, columns)
     torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=1e-2)
+
+
+def test_scales_are_applied_before_the_activation() -> None:
+    values = Values(1)
+    both = guarded(values.normal(3, 2 * 200, dtype=DTYPE))
+    rows, columns = (values.normal(*size, dtype=torch.float32) for size in ((3, 1), (1, 400)))
+    scaled = (both.float() * (columns * rows)).to(DTYPE)
+    alone = quantize_rows(GateAndUp(scaled), "fp8", grouped=False)
+    given = GateAndUp(both, (rows, columns))
+    with unchanged(both=both), PoisonedAllocations():
+        found = quantize_rows(given, "fp8", grouped=False)
+    assert torch.equal(found.scales, alone.scales)
+    assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
+    torch.testing.assert_close(given.computed(), silu_mul(scaled), rtol=1e-2, atol=1e-2)
 
 
 @pytest.fixture
@@ -199,6 +242,56 @@ def test_products(form: Form, add: bool) -> None:
     assert_close(out, expected)
 
 
+@needs_gpu
+@pytest.mark.parametrize("config", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("add", [False, True])
+def test_tiles_of_the_kernel_for_hopper(config: ScaledConfig, bias: bool, add: bool) -> None:
+    from sidestep.kernels.products.scaled_wide_gluon import launch
+
+    for tokens, outputs, inputs in ((300, 200, 1000), (65, 336, 512)):
+        values = Values(tokens)
+        given = matrix_of(CHANNEL, outputs, inputs, DTYPE)
+        matrix = DeviceMatrix.of(given)
+        rows = quantize_rows(values.normal(tokens, inputs, dtype=DTYPE), "fp8", grouped=False)
+        added = guarded(values.normal(outputs, dtype=DTYPE)) if bias else None
+        whole = poisoned(tokens, outputs + 8, dtype=DTYPE)
+        out = whole[:, :outputs]
+        expected = numbers_of(rows, inputs) @ given.decoded(torch.float32).double().T
+        if added is not None:
+            expected += added.double()
+        if add:
+            out.copy_(values.normal(tokens, outputs, dtype=DTYPE))
+            expected += out.double()
+        with unchanged(codes=rows.codes.view(torch.uint8), between=whole[:, outputs:]):
+            launch(rows, matrix, added, out, add, config)
+        assert_margins_untouched(whole)
+        assert_close(out, expected)
+        if not (bias or add):
+            parts = poisoned(config.split, tokens, outputs, dtype=torch.float32)
+            launch(rows, matrix, None, parts, False, config)
+            assert_margins_untouched(parts)
+            assert_close(parts.sum(0), expected)
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_programs_that_share_a_tile_run_at_once(leaving: bool) -> None:
+    """Check the choice of tiles: programs that wait for one another must all have a processor."""
+    found = set()
+    for tokens in range(28, 600, 4):
+        for outputs, inputs in ((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)):
+            config = scaled_config(tokens, outputs, inputs, 132, leaving=leaving)
+            assert config is None or 32 < tokens <= 512
+            if config is None:
+                continue
+            tiles = -(-outputs // config.block_n) * -(-tokens // (config.rows + config.more))
+            assert config.split == 1 or tiles * config.split <= 132
+            sums = tiles * config.split * config.block_n * (config.rows + config.more)
+            assert config.split == 1 or sums <= MOST_PARTIALS
+            found.add((config.rows, config.more))
+    assert {(128, 0), (128, 64), (64, 32), (64, 0)} == found
+
+
 def test_products_of_the_library() -> None:
     half = torch.bfloat16
     x = Values(1).normal(70, 300, dtype=half)
@@ -211,6 +304,8 @@ def test_products_of_the_library() -> None:
     product = numbers_of(rows, 300) @ given.decoded(torch.float32).double().T
     assert_close(scaled_by_library(rows, matrix, None), product)
     assert_close(scaled_by_library(rows, matrix, bias), product + bias.double(), 8)
+    unscaled = unscaled_by_library(rows, matrix).double()
+    assert_close((unscaled * rows.scales * matrix.scales).to(half), product, 8)
 
 
 @pytest.mark.parametrize("form", [BLOCK, INTEGER], ids=str)
