@@ -43,8 +43,6 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
-_LEAST_ROUNDED = 32
-"""Rows up to which inputs are not rounded where our own kernel multiplies them in 8 bits."""
 _MOST_UNSCALED = 2048
 """Rows up to which the library is faster without scales, which the activation then applies."""
 _MOST_SPLIT = 8
@@ -182,10 +180,7 @@ def _rounds(tokens: int, matrix: DeviceMatrix) -> bool:
     and on GPUs whose tensor cores take such numbers.
     """
     gpu = gpu_of(matrix.device)
-    if gpu is None or not rounds_inputs(matrix, gpu.capability):
-        return False
-    scaled = suits_library(matrix) and is_hopper(matrix.device)
-    return tokens > (_LEAST_ROUNDED if scaled else MAX_ROWS)
+    return tokens > MAX_ROWS and gpu is not None and rounds_inputs(matrix, gpu.capability)
 
 
 def _rounded(x: Tensor | Stream | GateAndUp, matrix: DeviceMatrix) -> QuantizedRows | None:
