@@ -37,7 +37,7 @@ from sidestep.kernels.experts.experts_config import (
     SortedConfigs,
 )
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import route
+from sidestep.kernels.experts.routing_triton import decided, route
 from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -104,7 +104,7 @@ class Layer:
 
     def choose(self, x: torch.Tensor) -> Routed:
         """Return the experts of these rows."""
-        return route(x, self.router, None, Choice(self.sizes.chosen, normalised=True))
+        return decided(route(x, self.router, None, Choice(self.sizes.chosen, normalised=True)))
 
     def floor(self, ceilings: Ceilings) -> float:
         """Return the least time of the products: for the weights read, or the operations."""

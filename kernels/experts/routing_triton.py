@@ -21,13 +21,17 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
-from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed
+from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
 
+_SINGLE_ROWS = 4
+"""Tokens up to which each is multiplied by itself, with one expert a program."""
 _FEW_ROWS, _MANY_ROWS = 16, 64
 """Tokens of a program of the product. 16 are the fewest that the tensor cores multiply."""
 _COLUMNS, _STEP = 32, 256
 """Experts and inputs of such a program, which loads all its numbers at once. Where a few programs
 looped over them, a step of one row waited for the memory 32 times a layer."""
+_ALIGNED = 8
+"""Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
 
 @triton.jit
@@ -103,6 +107,49 @@ def _router_product(
     product = tl.dot(value, w.T, input_precision="ieee")
     target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * WIDE + experts[None, :]
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
+
+
+@triton.jit
+def _router_rows(
+    x,
+    weight,
+    norm,
+    squares,
+    normed,
+    eps,
+    logits,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the whole product of a row and an expert's weights.
+
+    SQUARES: as in _router_product. With them, an expert's program writes SHARE inputs' norms.
+    """
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    steps = tl.arange(0, WIDTH)
+    w = tl.load(weight + expert * D + steps, mask=steps < D, other=0.0)
+    if SQUARES > 0:
+        factor = tl.load(norm + steps, mask=steps < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + row * D + steps, mask=steps < D, other=0.0)
+    if SQUARES > 0:
+        each = tl.arange(0, SUMMED)
+        sums = tl.load(squares + row * SQUARES + each, mask=each < SQUARES, other=0.0)
+        scale = tl.rsqrt(tl.sum(sums, 0) / D + eps)
+        dtype: tl.constexpr = x.dtype.element_ty
+        value = ((value.to(tl.float32) * scale).to(dtype).to(tl.float32) * factor).to(dtype)
+    product = tl.sum(value.to(tl.float32) * w.to(tl.float32), 0)
+    tl.store(logits + row * WIDE + expert, product)
+    if SQUARES > 0:
+        own = (steps // SHARE == expert) & (steps < D)
+        tl.store(normed + row * D + steps, value, mask=own)
 
 
 @triton.jit(do_not_specialize=["T", "first"])
@@ -224,54 +271,63 @@ def route(
     *,
     joined: Joined | None = None,
     norming: _Norming | None = None,
-) -> Routed:
-    """Return the experts of each row of x [T, D], contiguous.
+) -> Undecided:
+    """Multiply the rows of x [T, D], contiguous, with the router's weights.
 
     weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
     rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
     the product with the weight. joined: the expert with the number E, which each row has too, as
     the last one. norming: the norm of x, if x is not normed yet.
     """
-    rows, width = x.shape
     is_gated = joined is not None and joined.gated
-    outputs = weight.shape[0]
-    experts, count = outputs - is_gated, choice.num_chosen + (joined is not None)
+    experts = weight.shape[0] - is_gated
+    parts = _product(x, weight, norming)
     own = range(experts) if own is None else own
-    routed = Routed(
-        x.new_empty(rows, count, dtype=torch.int32), x.new_empty(rows, count, dtype=torch.float32)
-    )
-    if rows == 0:
-        return routed
-    at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
-    num_parts, kind = triton.cdiv(width, _STEP), pdl(x)
+    return Undecided(parts, experts, choice, bias, product_bias, own, joined)
+
+
+def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
+    """Return the parts of the product; see Undecided."""
+    (rows, width), outputs, kind = x.shape, weight.shape[0], pdl(x)
     # Rows of whole 16 bytes, so that a thread loads four numbers at once.
     wide = triton.cdiv(outputs, 4) * 4
-    parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
-    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
     summed = 0 if norming is None else norming.squares.shape[1]
+    sums = summed, triton.next_power_of_2(max(1, summed))
+    operands = x, weight, *((None, None, None, 0.0) if norming is None else norming)
+    alone = rows <= _SINGLE_ROWS
+    num_parts = 1 if alone else triton.cdiv(width, _STEP)
+    parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
+    if rows == 0:
+        return parts
+    if alone:
+        share = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
+        filled = triton.next_power_of_2(width)
+        _router_rows[(outputs, rows)](
+            *operands, parts, width, wide, filled, share, *sums, num_warps=4, **kind
+        )
+        return parts
+    at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
+    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
+    tile = at_once, _COLUMNS, _STEP
     _router_product[grid](
-        x,
-        weight,
-        *((None, None, None, 0.0) if norming is None else norming),
-        parts,
-        rows,
-        width,
-        outputs,
-        wide,
-        at_once,
-        _COLUMNS,
-        _STEP,
-        summed,
-        triton.next_power_of_2(max(1, summed)),
-        num_warps=4,
-        **kind,
+        *operands, parts, rows, width, outputs, wide, *tile, *sums, num_warps=4, **kind
     )
+    return parts
+
+
+def decided(undecided: Undecided) -> Routed:
+    """Choose the experts of rows."""
+    parts, experts, choice, bias, product_bias, own, joined = undecided
+    num_parts, rows, wide = parts.shape
+    ids = parts.new_empty(rows, undecided.chosen, dtype=torch.int32)
+    routed = Routed(ids, torch.empty_like(ids, dtype=torch.float32))
+    if rows == 0:
+        return routed
     _choose_experts[(rows,)](
         parts,
-        weight if bias is None else bias,
+        parts if bias is None else bias,
         product_bias,
-        routed.ids,
-        routed.weights,
+        *routed,
         rows,
         own.start,
         float(choice.scale),
@@ -283,15 +339,15 @@ def route(
         choice.sigmoid,
         choice.normalised,
         joined is not None,
-        is_gated,
+        joined is not None and joined.gated,
         bias is not None,
         choice.groups,
         choice.chosen_groups,
         len(own),
         triton.next_power_of_2(experts),
-        triton.next_power_of_2(count),
+        triton.next_power_of_2(undecided.chosen),
         num_warps=1,
-        **kind,
+        **pdl(parts),
     )
     return routed
 
@@ -305,8 +361,8 @@ def route_stream(
     product_bias: Tensor | None = None,
     *,
     joined: Joined | None = None,
-) -> tuple[Tensor, Routed]:
-    """Return the norm of a stream, and the experts of its rows as `route` does."""
+) -> tuple[Tensor, Undecided]:
+    """Return the norm of a stream, and its rows' product as `route` does."""
     router = weight, bias, choice, own, product_bias
     if stream.done is not None or not isinstance(stream.begun, BegunNorm):
         normed = stream.normed()
@@ -314,5 +370,4 @@ def route_stream(
     norming = _Norming(
         stream.norm.weight, stream.begun.squares, torch.empty_like(stream.hidden), stream.norm.eps
     )
-    routed = route(stream.hidden, *router, joined=joined, norming=norming)
-    return norming.out, routed
+    return norming.out, route(stream.hidden, *router, joined=joined, norming=norming)
