@@ -62,6 +62,20 @@ class BulkConfigs:
 
 
 @dataclass(frozen=True)
+class LargeConfig:
+    """Partition of both products of sorted pairs where some warps load and others multiply."""
+
+    pairs: int = 128
+    """Pairs of a tile."""
+    columns: int = 128
+    """Outputs of a tile of gate and up, each; of the last product it has twice as many."""
+    step: int = 64
+    """Inputs of a step."""
+    stages: int = 4
+    """Steps that are loading at once."""
+
+
+@dataclass(frozen=True)
 class FewConfigs:
     """Configurations of both products."""
 

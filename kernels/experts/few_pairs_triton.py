@@ -19,10 +19,14 @@ from sidestep.kernels.experts.choice_triton import (
 )
 from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import FewConfigs
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.experts.experts_config import FewConfig, FewConfigs
+from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
+from sidestep.kernels.prefetch_triton import prefetch
+
+_CHUNKS = 4
+"""Threads that prefetch a row."""
 
 
 @triton.jit
@@ -138,6 +142,7 @@ def _expert_down(
     N: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     SOME: tl.constexpr,
@@ -145,8 +150,8 @@ def _expert_down(
 ):
     """Add N outputs of all experts of a token, which are multiplied at once.
 
-    PARTS: as in KernelChoice; 0 if the ids and weights are given. NEXT: whether to begin the next
-    norm too.
+    PARTS: as in KernelChoice; 0 if the ids and weights are given. AHEAD: numbers that a thread
+    prefetches, or 0. NEXT: whether to begin the next norm too.
     """
     token = tl.program_id(0).to(tl.int64)
     # A row is an output of an expert: first those of the first one.
@@ -174,6 +179,11 @@ def _expert_down(
     acc = tl.zeros([KEPT * N, STEP], tl.float32)
     values = inner + pair * F
     w = _weights(weight, rows, inside, 0, F, STEP)
+    if AHEAD > 0:
+        # The rest of the rows, a chunk of AHEAD numbers for each thread.
+        chunk: tl.constexpr = (F - STEP) // AHEAD
+        starts = weight + rows[:, None] * F + STEP + (tl.arange(0, chunk) * AHEAD)[None, :]
+        prefetch(starts, AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -201,6 +211,15 @@ def _expert_down(
         tl.store(next_weighted + token * D + columns, weighted, mask=columns < D)
         place = next_squares + token * tl.num_programs(1) + tl.program_id(1)
         tl.store(place, tl.sum(wide * wide, 0))
+
+
+def _ahead(weight: Tensor, c: FewConfig) -> int:
+    """Return the numbers of a row that a thread prefetches; 0 if their addresses are not even."""
+    rest = weight.shape[-1] - c.step
+    ahead = rest // _CHUNKS
+    aligned = ahead * weight.element_size() % 16 == 0 and rest % _CHUNKS == 0
+    even = weight.shape[-1] * weight.element_size() % 16 == 0
+    return ahead if rest > 0 and aligned and even else 0
 
 
 def multiply_few(
@@ -265,6 +284,7 @@ def multiply_few(
         c.columns,
         c.step,
         c.stages,
+        _ahead(down.values, c) if has_pdl(x.device) else 0,
         add,
         begun is not None,
         some,

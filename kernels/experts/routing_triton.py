@@ -30,6 +30,9 @@ _FEW_ROWS, _MANY_ROWS = 16, 64
 _COLUMNS, _STEP = 32, 256
 """Experts and inputs of such a program, which loads all its numbers at once. Where a few programs
 looped over them, a step of one row waited for the memory 32 times a layer."""
+_TILED_ROWS, _TILE_COLUMNS, _TILE_STEP, _TILE_PARTS = 1024, 128, 64, 4
+"""Tokens from which programs have more experts and loop over their inputs, and sizes of theirs.
+With as many tokens, a program has one of 2 * _TILE_PARTS shares of the inputs."""
 _ALIGNED = 8
 """Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
@@ -107,6 +110,39 @@ def _router_product(
     product = tl.dot(value, w.T, input_precision="ieee")
     target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * WIDE + experts[None, :]
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _router_tiles(
+    x,
+    weight,
+    parts,
+    T,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    SHARE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write a part of the product, that of SHARE inputs, STEP of them at a time."""
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    experts = tl.program_id(1) * N + tl.arange(0, N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
+    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
+    acc = tl.zeros([M, N], tl.float32)
+    for at in range(0, SHARE, STEP):
+        steps = (tl.program_id(2) * SHARE + at + tl.arange(0, STEP))[None, :]
+        value = tl.load(tokens + steps, mask=steps < D, other=0.0)
+        w = tl.load(readable + steps, mask=steps < D, other=0.0)
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * WIDE + experts[None, :]
+    tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
 @triton.jit
@@ -213,11 +249,10 @@ def _choose_experts(
     if BEST < GROUPS:
         ranked = _of_best_groups(ranked[None, :], experts, E // GROUPS, GROUPS, BEST)
         ranked = ranked.reshape(WIDTH)
-    # One reduction finds the best score and the lowest index that has it: the score's bits, in an
-    # order of integers, lie over the index, from the last one down. Zeros have one sign.
+    # A reduction of integers is one instruction. So a score's bits are brought into their order.
+    # Zeros have one sign.
     bits = (ranked + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = (ordered.to(tl.int64) << 32) | (WIDTH - 1 - experts).to(tl.int64)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     places = tl.arange(0, KEPT)
     kept = tl.zeros([KEPT], tl.float32)
     found = tl.zeros([KEPT], tl.int32)
@@ -225,16 +260,16 @@ def _choose_experts(
     for place in tl.static_range(CHOSEN):
         best = tl.max(keys, 0)
         # A graph's padding may be NaN. It must still name an expert.
-        index = tl.minimum(WIDTH - 1 - (best & 0xFFFFFFFF).to(tl.int32), E - 1)
+        index = tl.minimum(tl.min(tl.where(keys == best, experts, WIDTH), 0), E - 1)
         if BIAS or BEST < GROUPS:
             score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
         else:
             # A score by which an expert is chosen is not negative: its bits are in their order.
-            score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            score = best.to(tl.float32, bitcast=True)
         total += score
         kept = tl.where(places == place, score, kept)
         found = tl.where(places == place, index, found)
-        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+        keys = tl.where(experts == index, -0x80000000, keys)
     if NORMALISED:
         kept = kept / (total + tiny)
     if OWN < E:
@@ -294,16 +329,39 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
     summed = 0 if norming is None else norming.squares.shape[1]
     sums = summed, triton.next_power_of_2(max(1, summed))
     operands = x, weight, *((None, None, None, 0.0) if norming is None else norming)
-    alone = rows <= _SINGLE_ROWS
-    num_parts = 1 if alone else triton.cdiv(width, _STEP)
+    alone, tiled = rows <= _SINGLE_ROWS, norming is None and rows >= _TILED_ROWS
+    share = width if alone else _STEP
+    if tiled:
+        # As many programs as there are processors, about.
+        share = triton.next_power_of_2(triton.cdiv(width * rows, _TILED_ROWS * _TILE_PARTS))
+    num_parts = triton.cdiv(width, share)
     parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
     if rows == 0:
         return parts
     if alone:
-        share = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
+        normed = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
         filled = triton.next_power_of_2(width)
         _router_rows[(outputs, rows)](
-            *operands, parts, width, wide, filled, share, *sums, num_warps=4, **kind
+            *operands, parts, width, wide, filled, normed, *sums, num_warps=4, **kind
+        )
+        return parts
+    if tiled:
+        columns = min(_TILE_COLUMNS, max(_COLUMNS, triton.next_power_of_2(outputs)))
+        _router_tiles[(triton.cdiv(rows, _MANY_ROWS), triton.cdiv(outputs, columns), num_parts)](
+            x,
+            weight,
+            parts,
+            rows,
+            width,
+            outputs,
+            wide,
+            _MANY_ROWS,
+            columns,
+            _TILE_STEP,
+            share,
+            num_warps=4,
+            num_stages=4,
+            **kind,
         )
         return parts
     at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
