@@ -147,6 +147,9 @@ class KernelChoice(NamedTuple):
     normalised: bool = False
 
 
+NO_CHOICE = KernelChoice()
+
+
 def chosen_in_kernels(undecided: Undecided) -> bool:
     """Return whether kernels can choose: by a softmax of not too many experts, all of them here."""
     choice = undecided.choice

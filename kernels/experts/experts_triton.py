@@ -87,11 +87,15 @@ def multiply_experts(
     begun = norm if x.dtype == torch.bfloat16 else None
     if isinstance(gate_up, ExpertCodes):
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
-        routed = routed if isinstance(routed, Routed) else decided(routed)
         coded = configs or coded_configs(rows * chosen, down.num_experts, few=few)
         operands = gate_up, down, activation, coded
+        # Several rows share an expert's program, which would have to choose for all of them.
+        alone = rows == 1 and not coded.in_tiles
+        if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
+            routed = decided(routed)
         if not coded.in_tiles:
             return multiply_few_codes(x, routed, out, *operands, add=add, some=some, norm=begun)
+        assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, coded.pairs)
         results = multiply_sorted_codes(x, chosen, tiles, *operands)
     else:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.experts.choice_triton import (
-    KernelChoice,
+    NO_CHOICE,
     chosen_expert,
     chosen_experts,
     kernel_choice,
@@ -240,7 +240,7 @@ def multiply_few(
     routed: of rows whose experts are not chosen yet, those that kernels can choose.
     """
     ids, weights = routed if isinstance(routed, Routed) else (None, None)
-    choice = kernel_choice(routed) if isinstance(routed, Undecided) else KernelChoice()
+    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
     (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
     inner, kind = x.new_empty(rows * chosen, inner_width), pdl(x)
     c = configs.gate_up
