@@ -32,10 +32,10 @@ def launch_experts(*_: object) -> None:
         stream = Stream(
             bf16(8, hidden), RmsNorm(f32(hidden), 1e-6), BegunNorm(bf16(8, hidden), f32(8, 32))
         )
-        _, joined = routing_triton.route_stream(
+        undecided = routing_triton.route_stream(
             stream, bf16(experts + 1, hidden), bias, choice, joined=Joined(gated=True)
-        )
-        routing_triton.decided(joined)
+        )[1]
+        routing_triton.decided(undecided)
         few = Stream(
             bf16(1, hidden), RmsNorm(bf16(hidden), 1e-6), BegunNorm(bf16(1, hidden), f32(1, 512))
         )

@@ -378,6 +378,21 @@ def test_a_joined_expert_is_behind_those_that_are_chosen(gated: bool) -> None:
     torch.testing.assert_close(got.weights.cpu()[:, 3], factor)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(1024, 600), (3000, 70)])
+def test_the_router_of_prompts(rows: int, width: int) -> None:
+    """Cover several shares of the inputs, and one."""
+    values, choice = Values(rows), Choice(2, normalised=True)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    weight = guarded(values.normal(130, width, dtype=DTYPE))
+    with unchanged(x=x, weight=weight), PoisonedAllocations():
+        undecided = route(x, weight, None, choice)
+        got = decided(undecided)
+    logits = x.double() @ weight.double().T
+    assert_close(undecided.parts.sum(0)[:, :130], logits, ulps=1, float32_ulps=512)
+    expected = choose_experts(undecided.parts.sum(0)[:, :130].contiguous(), None, choice)
+    assert torch.equal(got.ids, expected.ids)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_the_router_norms_a_stream_whose_squares_are_summed(rows: int) -> None:
     values, choice, width = Values(10), Choice(3), 600
