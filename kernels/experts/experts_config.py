@@ -73,6 +73,8 @@ class LargeConfig:
     """Inputs of a step."""
     stages: int = 4
     """Steps that are loading at once."""
+    swapped: bool = False
+    """As in SortedConfig."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def _load_tiles(
     GATED: gl.constexpr,
 ):
     """Load the steps of all tiles of a program, as soon as slots of the ring are empty."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // STEP, STEP // 8], [4, 1], [1, 0])
     PARTS: gl.constexpr = (OUTPUTS + N - 1) // N
     ROWS: gl.constexpr = OUTPUTS * (2 if GATED else 1)
     BYTES: gl.constexpr = (2 * N if GATED else N + M) * STEP * 2
@@ -92,6 +92,21 @@ def _load_tiles(
 
 
 @gluon.jit
+def _asked(w, value, acc, SWAPPED: gl.constexpr):
+    """Return acc, to which the tensor cores will add value w^T, or its transpose."""
+    if SWAPPED:
+        return warpgroup_mma(w, value.permute([1, 0]), acc, is_async=True)
+    else:
+        return warpgroup_mma(value, w.permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def _biases(bias, columns, there, SIDE: gl.constexpr):
+    """Return the biases of columns, which are the dimension 1 - SIDE."""
+    return gl.expand_dims(gl.load(bias + columns, mask=there, other=0.0).to(gl.float32), SIDE)
+
+
+@gluon.jit
 def _multiply_tiles(
     bias,
     order,
@@ -112,23 +127,28 @@ def _multiply_tiles(
     N: gl.constexpr,
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
+    SWAPPED: gl.constexpr,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
     ALPHA: gl.constexpr,
     LIMIT: gl.constexpr,
 ):
     """Multiply the steps that are loaded, and write the results of each tile."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N, 16])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M if SWAPPED else N, 16])
+    # The layout in which results are written, and the dimension of their columns...
+    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 8], [0, 1]) if SWAPPED else MMA
+    SIDE: gl.constexpr = 1 if SWAPPED else 0
     PARTS: gl.constexpr = (OUTPUTS + N - 1) // N
     dtype: gl.constexpr = ring.dtype
-    rows = gl.arange(0, M, layout=gl.SliceLayout(1, MMA))
-    columns = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
+    rows = gl.arange(0, M, layout=gl.SliceLayout(1 - SIDE, OUT))
+    columns = gl.arange(0, N, layout=gl.SliceLayout(SIDE, OUT))
+    biased = gl.arange(0, N, layout=gl.SliceLayout(SIDE, MMA))
     total = gl.load(used) * PARTS
     count = 0
     for place in range(gl.program_id(0), total, gl.num_programs(0)):
         tile = place // PARTS
         column = place % PARTS * N
-        acc = gl.zeros([M, N], gl.float32, MMA)
+        acc = gl.zeros([N, M] if SWAPPED else [M, N], gl.float32, MMA)
         acc_up = acc
         for at in range(0, K, STEP):
             slot = count % STAGES
@@ -137,10 +157,9 @@ def _multiply_tiles(
             if GATED:
                 # Threads copied the inputs; the tensor cores read them another way.
                 fence_async_shared()
-            acc = warpgroup_mma(value, ring.index(slot).permute([1, 0]), acc, is_async=True)
+            acc = _asked(ring.index(slot), value, acc, SWAPPED)
             if GATED:
-                w = up_ring.index(slot).permute([1, 0])
-                acc_up = warpgroup_mma(value, w, acc_up, is_async=True)
+                acc_up = _asked(up_ring.index(slot), value, acc_up, SWAPPED)
                 acc, acc_up = warpgroup_mma_wait(2, deps=[acc, acc_up])
             else:
                 acc = warpgroup_mma_wait(1, deps=[acc])
@@ -155,26 +174,31 @@ def _multiply_tiles(
         _barrier()
         mbarrier.arrive(empty.index((count + STAGES - 1) % STAGES))
         expert = gl.load(experts + tile).to(gl.int64)
-        there = column + columns < OUTPUTS
+        if bias is not None:
+            ROWS: gl.constexpr = OUTPUTS * (2 if GATED else 1)
+            own = bias + expert * ROWS + column
+            known = column + biased < OUTPUTS
+            acc += _biases(own, biased, known, SIDE)
+            if GATED:
+                acc_up += _biases(own + OUTPUTS, biased, known, SIDE)
         if GATED:
-            if bias is not None:
-                own = bias + expert * 2 * OUTPUTS + column + columns
-                acc += gl.load(own, mask=there, other=0.0).to(gl.float32)[None, :]
-                acc_up += gl.load(own + OUTPUTS, mask=there, other=0.0).to(gl.float32)[None, :]
             activated = gated(acc, acc_up, dtype, GELU, ALPHA, LIMIT).to(dtype)
             tma.store_wait(0)
             _barrier()
-            out_tile.store(activated)
+            if SWAPPED:
+                out_tile.permute([1, 0]).store(activated)
+            else:
+                out_tile.store(activated)
             fence_async_shared()
             _barrier()
             _bulk_store(out_tiles, [tile * M, column], out_tile)
         else:
-            if bias is not None:
-                own = bias + expert * OUTPUTS + column + columns
-                acc += gl.load(own, mask=there, other=0.0).to(gl.float32)[None, :]
+            result = gl.convert_layout(acc.to(dtype), OUT)
             pairs = gl.load(order + tile * M + rows)
-            target = out + pairs.to(gl.int64)[:, None] * OUTPUTS + (column + columns)[None, :]
-            gl.store(target, acc.to(dtype), mask=(pairs < P)[:, None] & there[None, :])
+            target = gl.expand_dims(out + pairs.to(gl.int64) * OUTPUTS, 1 - SIDE)
+            there = gl.expand_dims(pairs < P, 1 - SIDE)
+            inside = there & gl.expand_dims(column + columns < OUTPUTS, SIDE)
+            gl.store(target + gl.expand_dims(column + columns, SIDE), result, mask=inside)
     if GATED:
         tma.store_wait(0)
 
@@ -198,6 +222,7 @@ def _large(
     N: gl.constexpr,
     STEP: gl.constexpr,
     STAGES: gl.constexpr,
+    SWAPPED: gl.constexpr,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
     ALPHA: gl.constexpr,
@@ -231,7 +256,8 @@ def _large(
                 _multiply_tiles,
                 (
                     bias, order, experts, used, out_tiles, out, ring, up_ring, x_ring, out_tile,
-                    full, empty, P, K, OUTPUTS, M, N, STEP, STAGES, GATED, GELU, ALPHA, LIMIT,
+                    full, empty, P, K, OUTPUTS, M, N, STEP, STAGES,
+                    SWAPPED, GATED, GELU, ALPHA, LIMIT,
                 ),
             ),
             (
@@ -295,6 +321,7 @@ def multiply_large(
             n,
             step,
             c.stages,
+            c.swapped,
             is_gated,
             *activation,
             num_warps=8,
