@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def prefetch(addresses, BYTES: tl.constexpr):
-    """Prefetch bytes from each address on. Both are multiples of 16, and nothing is behind W."""
+    """Prefetch bytes from each address on. Bytes and addresses are multiples of 16."""
     tl.inline_asm_elementwise(
         f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0;",
         "=r,l",

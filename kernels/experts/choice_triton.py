@@ -134,7 +134,7 @@ def chosen_experts(
 
 
 class KernelChoice(NamedTuple):
-    """What kernels need to choose a row's experts; all None, and 0, if they are chosen already."""
+    """The arguments with which kernels choose; all None or 0 where experts are chosen already."""
 
     parts: Tensor | None = None
     bias: Tensor | None = None

@@ -135,7 +135,7 @@ def _multiply_tiles(
 ):
     """Multiply the steps that are loaded, and write the results of each tile."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, M if SWAPPED else N, 16])
-    # The layout in which results are written, and the dimension of their columns...
+    # OUT is the layout in which results are written. Their columns are not in dimension SIDE.
     OUT: gl.constexpr = gl.BlockedLayout([8, 1], [32, 1], [1, 8], [0, 1]) if SWAPPED else MMA
     SIDE: gl.constexpr = 1 if SWAPPED else 0
     PARTS: gl.constexpr = (OUTPUTS + N - 1) // N

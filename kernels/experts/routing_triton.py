@@ -332,7 +332,7 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
     alone, tiled = rows <= _SINGLE_ROWS, norming is None and rows >= _TILED_ROWS
     share = width if alone else _STEP
     if tiled:
-        # As many programs as there are processors, about.
+        # There are about as many programs as processors.
         share = triton.next_power_of_2(triton.cdiv(width * rows, _TILED_ROWS * _TILE_PARTS))
     num_parts = triton.cdiv(width, share)
     parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
