@@ -179,19 +179,6 @@ def _programs(tiles: int, parts: int, c: BulkConfig, x: Tensor) -> tuple[int]:
     return (min(tiles * parts, c.programs * num_processors(x.device)),)
 
 
-def first_rows(gate_up: ExpertMatrix, configs: BulkConfigs, x: Tensor) -> int:
-    """Return how many rows of the matrices of gate and up the programs read first, about.
-
-    0 if they are not to be prefetched. An expert with few pairs has one tile of them.
-    """
-    c, rows = configs.gate_up, gate_up.num_rows
-    if not c.swapped:
-        return 0
-    parts = triton.cdiv(rows // 2, c.columns)
-    programs = c.programs * num_processors(x.device)
-    return min(gate_up.num_experts, triton.cdiv(programs, parts)) * rows
-
-
 def multiply_bulk(
     x: Tensor,
     chosen: int,

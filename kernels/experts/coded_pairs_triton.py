@@ -28,10 +28,9 @@ from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
 from sidestep.kernels.experts.experts_config import CodedConfigs
 from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
-from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.quantized.device_matrix import STEP
 
 _LEAST = 16
@@ -162,7 +161,6 @@ def _coded_down(
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
     FORM: tl.constexpr,
-    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     SOME: tl.constexpr,
@@ -170,8 +168,8 @@ def _coded_down(
 ):
     """Add N outputs of all experts of a token.
 
-    PARTS: as in KernelChoice; 0 if the ids and weights are given. AHEAD: words that a thread
-    prefetches, half of a row's; or 0. NEXT: whether to begin the next norm too.
+    PARTS: as in KernelChoice; 0 if the ids and weights are given. NEXT: whether to begin the next
+    norm too.
     """
     token = tl.program_id(0).to(tl.int64)
     # A row is an output of an expert: first those of the first one.
@@ -198,9 +196,6 @@ def _coded_down(
         inside = there
     slot = tl.arange(0, M)
     values = inner + ((token * CHOSEN + tl.minimum(slot, CHOSEN - 1)) * F)[:, None]
-    if AHEAD > 0:
-        halves = (tl.arange(0, 2) * AHEAD)[None, :]
-        prefetch(words + ((read * D + rows) * 2 * AHEAD)[:, None] + halves, 4 * AHEAD)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -359,11 +354,6 @@ def multiply_sorted_codes(
     return results
 
 
-def _ahead(words: Tensor) -> int:
-    """Return half of a row's words; 0 if they are not whole 16 bytes."""
-    return words.shape[-1] // 2 if words.shape[-1] % 8 == 0 else 0
-
-
 def multiply_few_codes(
     x: Tensor,
     routed: Routed | Undecided,
@@ -413,7 +403,6 @@ def multiply_few_codes(
         STEP,
         c.stages,
         down.coding,
-        _ahead(down.words) if has_pdl(x.device) else 0,
         add,
         begun is not None,
         some,

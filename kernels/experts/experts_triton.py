@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, first_rows, multiply_bulk
+from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
 from sidestep.kernels.experts.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.expert_codes import ExpertCodes
@@ -26,7 +26,6 @@ from sidestep.kernels.experts.experts_config import (
     BulkConfigs,
     CodedConfigs,
     FewConfigs,
-    LargeConfig,
     SortedConfigs,
     bulk_configs,
     coded_configs,
@@ -35,7 +34,6 @@ from sidestep.kernels.experts.experts_config import (
 )
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
-from sidestep.kernels.experts.large_pairs_gluon import multiply_large
 from sidestep.kernels.experts.routing_triton import decided
 from sidestep.kernels.experts.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
@@ -43,7 +41,7 @@ from sidestep.kernels.ops.routing import Routed, Undecided
 
 Activation = tuple[bool, float | None, float | None]
 """Whether it is GELU, and alpha and limit of a clamp."""
-Configs = FewConfigs | SortedConfigs | BulkConfigs | LargeConfig
+Configs = FewConfigs | SortedConfigs | BulkConfigs
 
 
 def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
@@ -89,7 +87,6 @@ def multiply_experts(
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
         coded = configs or coded_configs(rows * chosen, down.num_experts, few=few)
         operands = gate_up, down, activation, coded
-        # Several rows share an expert's program, which would have to choose for all of them.
         alone = rows == 1 and not coded.in_tiles
         if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
             routed = decided(routed)
@@ -101,20 +98,17 @@ def multiply_experts(
     else:
         assert isinstance(down, ExpertMatrix) and not isinstance(configs, CodedConfigs)
         found = configs or _configs(x, rows * chosen, gate_up, down, few=few)
-        alone = isinstance(found, FewConfigs)
+        alone = rows == 1 and isinstance(found, FewConfigs)
         if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
             routed = decided(routed)
         if isinstance(found, FewConfigs):
             matrices = gate_up, down, activation, found
             return multiply_few(x, routed, out, *matrices, add=add, some=some, norm=begun)
         assert isinstance(routed, Routed)
-        ahead = first_rows(gate_up, found, x) if isinstance(found, BulkConfigs) else 0
-        tiles = sort_pairs(routed.ids, down.num_experts, found.pairs, gate_up.values, ahead)
+        tiles = sort_pairs(routed.ids, down.num_experts, found.pairs)
         sorted_pairs = x, chosen, tiles, gate_up, down, activation
         if isinstance(found, BulkConfigs):
             results = multiply_bulk(*sorted_pairs, found)
-        elif isinstance(found, LargeConfig):
-            results = multiply_large(*sorted_pairs, found)
         else:
             results = multiply_grouped(*sorted_pairs, found)
     combine_pairs(results, routed, out, add=add, some=some)

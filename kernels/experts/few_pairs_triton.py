@@ -284,11 +284,12 @@ def multiply_few(
         c.columns,
         c.step,
         c.stages,
-        _ahead(down.values, c) if has_pdl(x.device) else 0,
+        _ahead(down.values, c) if rows == 1 and has_pdl(x.device) else 0,
         add,
         begun is not None,
         some,
         num_warps=c.warps,
+        maxnreg=c.registers,
         **kind,
     )
     return begun

@@ -30,9 +30,9 @@ _FEW_ROWS, _MANY_ROWS = 16, 64
 _COLUMNS, _STEP = 32, 256
 """Experts and inputs of such a program, which loads all its numbers at once. Where a few programs
 looped over them, a step of one row waited for the memory 32 times a layer."""
-_TILED_ROWS, _TILE_COLUMNS, _TILE_STEP, _TILE_PARTS = 1024, 128, 64, 4
-"""Tokens from which programs have more experts and loop over their inputs, and sizes of theirs.
-With as many tokens, a program has one of 2 * _TILE_PARTS shares of the inputs."""
+_TILED_ROWS, _TILE_COLUMNS, _TILE_STEP = 4096, 128, 64
+"""Tokens from which programs have more experts and loop over all inputs; their experts, and inputs
+of a step. There are enough programs then, and the parts of their products would be many bytes."""
 _ALIGNED = 8
 """Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
@@ -116,7 +116,7 @@ def _router_product(
 def _router_tiles(
     x,
     weight,
-    parts,
+    product,
     T,
     D: tl.constexpr,
     E: tl.constexpr,
@@ -124,10 +124,9 @@ def _router_tiles(
     M: tl.constexpr,
     N: tl.constexpr,
     STEP: tl.constexpr,
-    SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a part of the product, that of SHARE inputs, STEP of them at a time."""
+    """Write the whole product of M rows and N experts, STEP inputs at a time."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     experts = tl.program_id(1) * N + tl.arange(0, N)
     if PDL:
@@ -136,12 +135,12 @@ def _router_tiles(
     tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
     readable = weight + tl.minimum(experts, E - 1)[:, None] * D
     acc = tl.zeros([M, N], tl.float32)
-    for at in range(0, SHARE, STEP):
-        steps = (tl.program_id(2) * SHARE + at + tl.arange(0, STEP))[None, :]
-        value = tl.load(tokens + steps, mask=steps < D, other=0.0)
-        w = tl.load(readable + steps, mask=steps < D, other=0.0)
+    for at in range(0, D, STEP):
+        inputs = (at + tl.arange(0, STEP))[None, :]
+        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
+        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
         acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    target = parts + (tl.program_id(2).to(tl.int64) * T + rows[:, None]) * WIDE + experts[None, :]
+    target = product + rows.to(tl.int64)[:, None] * WIDE + experts[None, :]
     tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
@@ -330,24 +329,20 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
     sums = summed, triton.next_power_of_2(max(1, summed))
     operands = x, weight, *((None, None, None, 0.0) if norming is None else norming)
     alone, tiled = rows <= _SINGLE_ROWS, norming is None and rows >= _TILED_ROWS
-    share = width if alone else _STEP
-    if tiled:
-        # There are about as many programs as processors.
-        share = triton.next_power_of_2(triton.cdiv(width * rows, _TILED_ROWS * _TILE_PARTS))
-    num_parts = triton.cdiv(width, share)
+    num_parts = 1 if alone or tiled else triton.cdiv(width, _STEP)
     parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
     if rows == 0:
         return parts
     if alone:
-        normed = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
+        share = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
         filled = triton.next_power_of_2(width)
         _router_rows[(outputs, rows)](
-            *operands, parts, width, wide, filled, normed, *sums, num_warps=4, **kind
+            *operands, parts, width, wide, filled, share, *sums, num_warps=4, **kind
         )
         return parts
     if tiled:
         columns = min(_TILE_COLUMNS, max(_COLUMNS, triton.next_power_of_2(outputs)))
-        _router_tiles[(triton.cdiv(rows, _MANY_ROWS), triton.cdiv(outputs, columns), num_parts)](
+        _router_tiles[(triton.cdiv(rows, _MANY_ROWS), triton.cdiv(outputs, columns))](
             x,
             weight,
             parts,
@@ -358,7 +353,6 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
             _MANY_ROWS,
             columns,
             _TILE_STEP,
-            share,
             num_warps=4,
             num_stages=4,
             **kind,

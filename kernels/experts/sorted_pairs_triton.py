@@ -12,49 +12,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.routing import Routed
-from sidestep.kernels.prefetch_triton import prefetch
 
-_FEW_AT_ONCE, _MANY_AT_ONCE = 1024, 4096
-"""Pairs that a sorting program looks at in a turn."""
-_FEW_PAIRS = 8192
-"""Pairs up to which a turn has the smaller number."""
-_SHARES = 16
+_AT_ONCE = 1024
+"""Pairs that a sorting program looks at in a turn. With more, few programs would run at once."""
+_SHARES = tl.constexpr(16)
 """Programs that share the pairs for each expert, at most."""
-_AHEAD = 1024
-"""Bytes of each row of weights that are prefetched."""
-
-
-@triton.jit
-def _prefetch_rows(weight, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BYTES: tl.constexpr):
-    """Prefetch bytes of the first ROWS rows of weights, each program a part of them."""
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    first = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)) * 128
-    for at in range(first, ROWS, programs * 128):
-        rows = tl.minimum(at + tl.arange(0, 128), ROWS - 1)
-        prefetch(weight + rows.to(tl.int64) * COLUMNS, BYTES)
 
 
 @triton.jit(do_not_specialize=["P", "share"])
 def _count_pairs(
     ids,
     counts,
-    weight,
     P,
     share,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BYTES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Count the pairs of each expert in each share: counts [experts, shares].
-
-    ROWS: those of the weights to be prefetched; see _prefetch_rows.
-    """
-    if ROWS > 0:
-        _prefetch_rows(weight, ROWS, COLUMNS, BYTES)
+    """Count the pairs of each expert in each share: counts [experts, _SHARES]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -64,7 +40,7 @@ def _count_pairs(
     for at in range(number * share, stop, BLOCK):
         pairs = at + tl.arange(0, BLOCK)
         found += (tl.load(ids + pairs, mask=pairs < stop, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert * tl.num_programs(1) + number, tl.sum(found, 0))
+    tl.store(counts + expert * _SHARES + number, tl.sum(found, 0))
 
 
 @triton.jit(do_not_specialize=["P", "share", "tiles"])
@@ -79,8 +55,6 @@ def _place_pairs(
     tiles,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
-    SHARES: tl.constexpr,
-    HEIGHT: tl.constexpr,
     M: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -94,9 +68,9 @@ def _place_pairs(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     expert, number = tl.program_id(0), tl.program_id(1)
-    all_experts, all_shares = tl.arange(0, WIDTH)[:, None], tl.arange(0, HEIGHT)[None, :]
-    known = (all_experts < E) & (all_shares < SHARES)
-    each = tl.load(counts + all_experts * SHARES + all_shares, mask=known, other=0)
+    all_experts, all_shares = tl.arange(0, WIDTH)[:, None], tl.arange(0, _SHARES)[None, :]
+    known = (all_experts < E) & (all_shares < tl.num_programs(1))
+    each = tl.load(counts + all_experts * _SHARES + all_shares, mask=known, other=0)
     every, sizes = tl.arange(0, WIDTH), tl.sum(each, 1)
     needed = (sizes + M - 1) // M
     first = tl.sum(tl.where(every < expert, needed, 0), 0)
@@ -165,31 +139,21 @@ class SortedPairs(NamedTuple):
     """int32 [1]: the number of tiles that are needed."""
 
 
-def sort_pairs(
-    ids: Tensor, num_experts: int, in_tile: int, ahead: Tensor | None = None, rows_ahead: int = 0
-) -> SortedPairs:
+def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     """Return the pairs sorted by expert, and by number within an expert.
 
-    ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile. ahead:
-    weights [.., K] whose first rows, as many as rows_ahead, will be read next: where the GPU can,
-    their beginnings are prefetched while pairs are sorted.
+    ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile.
     """
     pairs, kind = ids.numel(), pdl(ids)
     tiles = triton.cdiv(pairs, in_tile) + min(pairs, num_experts)
-    at_once, warps = (_FEW_AT_ONCE, 4) if pairs <= _FEW_PAIRS else (_MANY_AT_ONCE, 4)
-    shares = min(_SHARES, triton.cdiv(pairs, at_once))
-    share = triton.cdiv(triton.cdiv(pairs, shares), at_once) * at_once
+    shares = min(_SHARES.value, triton.cdiv(pairs, _AT_ONCE))
+    share = triton.cdiv(triton.cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
     counts, order, experts, used = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts * shares, tiles * in_tile, tiles, 1)
+        for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1)
     )
-    columns = 1 if ahead is None else ahead.shape[-1]
-    rows = 0 if ahead is None or not has_pdl(ids.device) else rows_ahead
-    num_bytes = 0 if ahead is None else min(_AHEAD, columns * ahead.element_size())
     grid = num_experts, shares
-    _count_pairs[grid](
-        ids, counts, ahead, pairs, share, at_once, rows, columns, num_bytes, num_warps=warps, **kind
-    )
+    _count_pairs[grid](ids, counts, pairs, share, _AT_ONCE, num_warps=4, **kind)
     _place_pairs[grid](
         ids,
         counts,
@@ -201,11 +165,9 @@ def sort_pairs(
         tiles,
         num_experts,
         triton.next_power_of_2(num_experts),
-        shares,
-        triton.next_power_of_2(shares),
         in_tile,
-        at_once,
-        num_warps=warps,
+        _AT_ONCE,
+        num_warps=4,
         **kind,
     )
     return SortedPairs(order, experts, used)

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import has_pdl, pdl
-from sidestep.kernels.prefetch_triton import prefetch
+from sidestep.kernels.launch import pdl
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 MAX_ROWS = 16
@@ -67,14 +66,8 @@ def _gemv(
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     GATED: tl.constexpr,
-    AHEAD: tl.constexpr,
-    CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply a row. AHEAD: numbers that a thread prefetches of a row of W, one of CHUNKS; or 0.
-
-    While the kernel before runs, the first columns of W are loading and the others are prefetched.
-    """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_K)
     inside = rows < N
@@ -98,10 +91,6 @@ def _gemv(
         acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     if NEXT:
         scales = tl.load(next_norm + rows, mask=inside, other=0.0).to(tl.float32)
-    if AHEAD > 0:
-        chunks = (BLOCK_K + tl.arange(0, CHUNKS) * AHEAD)[None, :]
-        readable = weight + tl.minimum(rows, N - 1)[:, None].to(tl.int64) * K
-        prefetch(readable + chunks, AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -327,20 +316,6 @@ def skinny_config(num_outputs: int, num_inputs: int, gated: bool) -> SkinnyConfi
     return SkinnyConfig(16, 1024, 4 if num_inputs <= 2048 else 8)
 
 
-def _ahead(weight: Tensor, c: SkinnyConfig, *, gated: bool) -> tuple[int, int]:
-    """Return the numbers that a thread prefetches of a row, 0 if none; and the threads of a row."""
-    size, chunks = weight.element_size(), 32 * c.num_warps // c.block_n
-    rest = weight.shape[1] - c.block_k
-    even = rest % chunks == 0 and rest // chunks * size % 16 == 0
-    aligned = weight.shape[1] * size % 16 == 0 and weight.stride(0) == weight.shape[1]
-    if PREFETCHING and rest > 0 and even and aligned and not gated and has_pdl(weight.device):
-        return rest // chunks, chunks
-    return 0, chunks
-
-
-PREFETCHING = True
-
-
 def launch(
     x: Tensor,
     weight: Tensor,
@@ -373,7 +348,6 @@ def launch(
             c.block_n,
             c.block_k,
             *flags,
-            *_ahead(weight, c, gated=flags[-1]),
             num_warps=c.num_warps,
             **pdl(x),
         )
