@@ -35,9 +35,10 @@ from sidestep.kernels.experts.experts_config import (
     FewConfigs,
     SortedConfig,
     SortedConfigs,
+    few_configs,
 )
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import route
+from sidestep.kernels.experts.routing_triton import decided, route
 from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -104,7 +105,7 @@ class Layer:
 
     def choose(self, x: torch.Tensor) -> Routed:
         """Return the experts of these rows."""
-        return route(x, self.router, None, Choice(self.sizes.chosen, normalised=True))
+        return decided(route(x, self.router, None, Choice(self.sizes.chosen, normalised=True)))
 
     def floor(self, ceilings: Ceilings) -> float:
         """Return the least time of the products: for the weights read, or the operations."""
@@ -126,13 +127,14 @@ class Layer:
 
 def few_candidates() -> Iterator[Configs]:
     """Yield configurations for a few pairs."""
-    default = FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1))
+    default = few_configs()
     for n, step, warps, stages in itertools.product((2, 4, 8, 16), (128, 256, 512), (2, 4), (1, 3)):
         if 1024 <= n * step <= 8192:
             one = FewConfig(n, step, warps, stages)
             yield dataclasses.replace(default, gate_up=one)
             if n < 16:
                 yield dataclasses.replace(default, down=one)
+                yield dataclasses.replace(default, down=dataclasses.replace(one, registers=128))
 
 
 def coded_candidates() -> Iterator[Configs]:
@@ -150,16 +152,16 @@ def coded_candidates() -> Iterator[Configs]:
 
 def sorted_candidates() -> Iterator[Configs]:
     """Yield configurations for sorted pairs."""
-    for pairs, columns, warps, stages in itertools.product(
-        (16, 32, 64, 128), (64, 128), (4, 8), (5, 7, 9)
+    for pairs, columns, step_bytes, warps, stages in itertools.product(
+        (16, 32, 64, 128), (64, 128), (128, 256), (4, 8), (5, 7, 9)
     ):
         if pairs == 128 and columns * warps < 1024:
             continue
         programs = 2 if columns == 64 else 1
         yield BulkConfigs(
             pairs,
-            BulkConfig(columns, 128, warps, stages, pairs < 128, programs),
-            BulkConfig(2 * columns, 128, warps, stages, pairs < 128, programs),
+            BulkConfig(columns, step_bytes, warps, stages, pairs < 128, programs),
+            BulkConfig(2 * columns, step_bytes, warps, stages, pairs < 128, programs),
         )
     yield SortedConfigs(32, *[SortedConfig(128, warps=8, swapped=True)] * 2)
 

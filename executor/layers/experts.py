@@ -41,7 +41,7 @@ from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 
@@ -110,10 +110,11 @@ class Router:
         """Whether the layer's weights are on a GPU."""
         return self._weight is not None
 
-    def of_stream(self, stream: Stream) -> tuple[Tensor, Routed]:
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Routed | Undecided]:
         """Return a stream's norm, and the experts of its rows. The router has no norm of its own.
 
-        On a GPU, the router's product computes the norm where it is begun.
+        On a GPU, the router's product computes the norm where it is begun, and the experts' kernels
+        choose.
         """
         if self._weight is None or self._expert_scales is not None:
             x = stream.normed()
@@ -141,9 +142,9 @@ class Router:
 
     def _chosen(self, x: Tensor) -> Routed:
         if self._weight is not None:
-            from sidestep.kernels.experts.routing_triton import route
+            from sidestep.kernels.experts.routing_triton import decided, route
 
-            return route(x, *self._how(self._weight), joined=self._joined)
+            return decided(route(x, *self._how(self._weight), joined=self._joined))
         assert self._product is not None
         logits = self._product(x.float())
         if self._product_bias is not None:
@@ -156,7 +157,13 @@ class ExpertProducts(Protocol):
     """The chosen experts' products."""
 
     def __call__(
-        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+        self,
+        x: Tensor,
+        routed: Routed | Undecided,
+        out: Tensor,
+        *,
+        add: bool,
+        norm: RmsNorm | None = None,
     ) -> BegunNorm | None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
@@ -255,13 +262,20 @@ class CpuExperts:
         self._down = [_linear(weights.down(expert), dtype) for expert in weights.experts]
 
     def __call__(
-        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+        self,
+        x: Tensor,
+        routed: Routed | Undecided,
+        out: Tensor,
+        *,
+        add: bool,
+        norm: RmsNorm | None = None,
     ) -> None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
         norm: the norm that `out` goes through next. None of it is computed here.
         """
-        chosen = routed.ids.shape[1]
+        assert isinstance(routed, Routed)
+        chosen = routed.chosen
         ids = routed.ids.flatten()
         # The pairs of a token and a choice, in the order of their experts: other ranks' first.
         pairs = ids.argsort(stable=True)
@@ -298,7 +312,13 @@ class GpuExperts:
         self._down = _stacked(weights.down, weights.experts)
 
     def __call__(
-        self, x: Tensor, routed: Routed, out: Tensor, *, add: bool, norm: RmsNorm | None = None
+        self,
+        x: Tensor,
+        routed: Routed | Undecided,
+        out: Tensor,
+        *,
+        add: bool,
+        norm: RmsNorm | None = None,
     ) -> BegunNorm | None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
@@ -317,7 +337,7 @@ class GpuExperts:
             gelu=self._gelu,
             clamped=self._clamped,
             # A rank with whole experts has the same share of the pairs, on average.
-            few=few_pairs(len(x), routed.ids.shape[1], self._num_experts),
+            few=few_pairs(len(x), routed.chosen, self._num_experts),
             some=self._some,
             norm=norm,
         )
@@ -341,7 +361,7 @@ class ExpertsPart(NamedTuple):
     shared: SharedExpert | None
     products: ExpertProducts
     x: Tensor
-    routed: Routed
+    routed: Routed | Undecided
 
     def value(self, out: Tensor | None = None) -> Tensor:
         """Return the part [T, D]. out: memory for it, on a GPU only."""

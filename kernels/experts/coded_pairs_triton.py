@@ -16,6 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.choice_triton import (
+    NO_CHOICE,
+    KernelChoice,
+    chosen_expert,
+    chosen_experts,
+    kernel_choice,
+)
 from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
@@ -23,7 +30,7 @@ from sidestep.kernels.experts.experts_config import CodedConfigs
 from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
-from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
 _LEAST = 16
@@ -51,7 +58,7 @@ def _pairs(order, experts, place, expert, slot, P, M: tl.constexpr, WIDTH: tl.co
         return tl.where(before % M == 0, found, -1)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "T"])
 def _coded_gate_up(
     x,
     words,
@@ -61,6 +68,15 @@ def _coded_gate_up(
     experts,
     out,
     P,
+    parts,
+    logit_bias,
+    T,
+    scale,
+    tiny,
+    PARTS: tl.constexpr,
+    LOGITS: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMALISED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
@@ -79,13 +95,17 @@ def _coded_gate_up(
     """Write N inner values of an expert's pairs.
 
     order: the pairs in tiles of M, whose experts are given; or None where the experts are those of
-    all pairs. WIDTH is then at least P, or 0 for one token.
+    all pairs. WIDTH is then at least P, or 0 for one token. PARTS: as in KernelChoice; 0 if the
+    experts are given. A token by itself may choose.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0)
-    expert = tl.load(experts + place)
+    if PARTS > 0:
+        expert = chosen_expert(parts, logit_bias, 0, place, T, PARTS, LOGITS, WIDE)
+    else:
+        expert = tl.load(experts + place)
     pairs = _pairs(order, experts, place, expert, tl.arange(0, M), P, M, WIDTH)
     known = (pairs >= 0) & (pairs < P)
     # Programs of experts that are not here, of tiles that are not needed, and of pairs that another
@@ -111,7 +131,7 @@ def _coded_gate_up(
         tl.store(target, activated, mask=known[None, :] & (columns < F)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _coded_down(
     inner,
     words,
@@ -123,6 +143,15 @@ def _coded_down(
     next_norm,
     next_weighted,
     next_squares,
+    parts,
+    logit_bias,
+    T,
+    scale,
+    tiny,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMALISED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -137,14 +166,26 @@ def _coded_down(
     SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add N outputs of all experts of a token. NEXT: whether to begin the next norm too."""
+    """Add N outputs of all experts of a token.
+
+    PARTS: as in KernelChoice; 0 if the ids and weights are given. NEXT: whether to begin the next
+    norm too.
+    """
     token = tl.program_id(0).to(tl.int64)
     # A row is an output of an expert: first those of the first one.
     place = tl.arange(0, KEPT * N) // N
     column = tl.program_id(1) * N + tl.arange(0, KEPT * N) % N
-    pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
-    # The kernel before waited for the ids, so they are there.
-    expert = tl.load(ids + pair).to(tl.int64)
+    taken = tl.minimum(place, CHOSEN - 1)
+    pair = token * CHOSEN + taken
+    # The kernel before waited for the ids or logits, so they are there.
+    if PARTS > 0:
+        expert, share = chosen_experts(
+            parts, logit_bias, tl.program_id(0), taken, T, scale, tiny,
+            PARTS, E, WIDE, CHOSEN, NORMALISED,
+        )  # fmt: skip
+        expert = expert.to(tl.int64)
+    else:
+        expert = tl.load(ids + pair).to(tl.int64)
     there = place < CHOSEN
     if SOME:
         there = there & (expert >= 0)
@@ -168,7 +209,8 @@ def _coded_down(
     if bias is not None:
         biases = bias + read * D + column
         result += tl.load(biases, mask=there & (column < D), other=0.0).to(tl.float32)
-    share = tl.load(weights + pair)
+    if PARTS == 0:
+        share = tl.load(weights + pair)
     result = tl.where(there, share * result, 0.0)
     total = tl.sum(result.reshape(KEPT, N), 0)
     columns = tl.program_id(1) * N + tl.arange(0, N)
@@ -235,16 +277,21 @@ def _gate_up(
     chosen: int,
     gate_up: ExpertCodes,
     order: Tensor | None,
-    experts: Tensor,
+    experts: Tensor | None,
     activation: tuple[bool, float | None, float | None],
     configs: CodedConfigs,
+    choice: KernelChoice = NO_CHOICE,
 ) -> Tensor:
-    """Return the inner values of all pairs [T * k, F]. order, experts: as the kernel takes them."""
+    """Return the inner values of all pairs [T * k, F]. order, experts: as the kernel takes them.
+
+    choice: of one row, if its experts are not given.
+    """
     (rows, width), c = x.shape, configs.gate_up
     inner_width, pairs = gate_up.num_rows // 2, rows * chosen
     inner = x.new_empty(pairs, inner_width)
     few = triton.next_power_of_2(max(pairs, gate_up.num_experts)) if rows > 1 else 0
-    _coded_gate_up[(len(experts), triton.cdiv(inner_width, c.rows // 2))](
+    places = pairs if experts is None else len(experts)
+    _coded_gate_up[(places, triton.cdiv(inner_width, c.rows // 2))](
         x,
         gate_up.words,
         gate_up.scales,
@@ -253,6 +300,7 @@ def _gate_up(
         experts,
         inner,
         pairs,
+        *choice,
         width,
         inner_width,
         gate_up.num_experts,
@@ -308,7 +356,7 @@ def multiply_sorted_codes(
 
 def multiply_few_codes(
     x: Tensor,
-    routed: Routed,
+    routed: Routed | Undecided,
     out: Tensor,
     gate_up: ExpertCodes,
     down: ExpertCodes,
@@ -319,9 +367,15 @@ def multiply_few_codes(
     some: bool,
     norm: RmsNorm | None = None,
 ) -> BegunNorm | None:
-    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp."""
-    (rows, width), chosen, inner_width = x.shape, routed.ids.shape[1], gate_up.num_rows // 2
-    inner = _gate_up(x, chosen, gate_up, None, routed.ids.view(-1), activation, configs)
+    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp.
+
+    routed: of one row whose experts are not chosen yet, those that kernels can choose.
+    """
+    ids, weights = routed if isinstance(routed, Routed) else (None, None)
+    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
+    (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
+    flat = None if ids is None else ids.view(-1)
+    inner = _gate_up(x, chosen, gate_up, None, flat, activation, configs, choice)
     c, kept = configs.down, triton.next_power_of_2(chosen)
     columns = max(1, c.rows // kept)
     tiles = triton.cdiv(width, columns)
@@ -334,10 +388,12 @@ def multiply_few_codes(
         down.words,
         down.scales,
         down.bias,
-        *routed,
+        ids,
+        weights,
         out,
         None if norm is None else norm.weight,
         *(begun or (None, None)),
+        *choice,
         width,
         inner_width,
         chosen,

@@ -16,6 +16,9 @@ class FewConfig:
     warps: int = 4
     stages: int = 3
     """Tiles that are loading at once."""
+    registers: int | None = None
+    """Registers of a thread, if the compiler would take too many for all programs to run at once.
+    """
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class CodedConfigs:
 
 def few_configs() -> FewConfigs:
     """Return the configurations for a few pairs."""
-    return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1))
+    return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1, registers=128))
 
 
 def sorted_configs(pairs: int, experts: int) -> SortedConfigs:
@@ -119,11 +122,12 @@ def bulk_configs(pairs: int, experts: int) -> BulkConfigs:
             128, BulkConfig(128, warps=8, stages=7), BulkConfig(256, warps=8, stages=5)
         )
     size = 16 if each < 12 else 32 if each < 24 else 64
-    stages = 9 if size < 64 else 7
+    # 256 bytes of a row in a step are neighbours in the memory, but need twice the buffers.
+    step, stages = (256, 5) if size < 64 else (128, 7)
     return BulkConfigs(
         size,
-        BulkConfig(128, warps=8, stages=stages, swapped=True),
-        BulkConfig(256, warps=8, stages=stages, swapped=True),
+        BulkConfig(128, step, warps=8, stages=stages, swapped=True),
+        BulkConfig(256, step, warps=8, stages=stages, swapped=True),
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
+from sidestep.kernels.experts.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
@@ -33,9 +34,10 @@ from sidestep.kernels.experts.experts_config import (
 )
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
+from sidestep.kernels.experts.routing_triton import decided
 from sidestep.kernels.experts.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
-from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.ops.routing import Routed, Undecided
 
 Activation = tuple[bool, float | None, float | None]
 """Whether it is GELU, and alpha and limit of a clamp."""
@@ -52,7 +54,7 @@ def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
 
 def multiply_experts(
     x: Tensor,
-    routed: Routed,
+    routed: Routed | Undecided,
     gate_up: ExpertMatrix | ExpertCodes,
     down: ExpertMatrix | ExpertCodes,
     out: Tensor,
@@ -68,15 +70,16 @@ def multiply_experts(
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
     x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and both
-    of one type, or both in codes. clamped: alpha and limit of clamped_swiglu, if that is the
-    activation. few: whether no pair is sorted; None for the usual choice. some: whether pairs may
-    have negative ids, which add nothing. norm: the norm that the result goes through next. configs:
-    None for the usual ones. Return the part of that norm that was computed on the way, or None. As
-    of other products, it is not begun in float16.
+    of one type, or both in codes. routed: the experts of each row, or what they are chosen from:
+    the kernels of a few pairs may choose themselves. clamped: alpha and limit of clamped_swiglu, if
+    that is the activation. few: whether no pair is sorted; None for the usual choice. some: whether
+    pairs may have negative ids, which add nothing. norm: the norm that the result goes through
+    next. configs: None for the usual ones. Return the part of that norm that was computed on the
+    way, or None. As of other products, it is not begun in float16.
     """
     if len(x) == 0:
         return None
-    rows, chosen = routed.ids.shape
+    rows, chosen = len(x), routed.chosen
     few = few_pairs(rows, chosen, down.num_experts) if few is None else few
     activation = gelu, *(clamped or (None, None))
     begun = norm if x.dtype == torch.bfloat16 else None
@@ -84,16 +87,24 @@ def multiply_experts(
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
         coded = configs or coded_configs(rows * chosen, down.num_experts, few=few)
         operands = gate_up, down, activation, coded
+        alone = rows == 1 and not coded.in_tiles
+        if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
+            routed = decided(routed)
         if not coded.in_tiles:
             return multiply_few_codes(x, routed, out, *operands, add=add, some=some, norm=begun)
+        assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, coded.pairs)
         results = multiply_sorted_codes(x, chosen, tiles, *operands)
     else:
         assert isinstance(down, ExpertMatrix) and not isinstance(configs, CodedConfigs)
-        found = configs or _configs(x, routed, gate_up, down, few=few)
+        found = configs or _configs(x, rows * chosen, gate_up, down, few=few)
+        alone = rows == 1 and isinstance(found, FewConfigs)
+        if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
+            routed = decided(routed)
         if isinstance(found, FewConfigs):
             matrices = gate_up, down, activation, found
             return multiply_few(x, routed, out, *matrices, add=add, some=some, norm=begun)
+        assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, found.pairs)
         sorted_pairs = x, chosen, tiles, gate_up, down, activation
         if isinstance(found, BulkConfigs):
@@ -105,12 +116,12 @@ def multiply_experts(
 
 
 def _configs(
-    x: Tensor, routed: Routed, gate_up: ExpertMatrix, down: ExpertMatrix, *, few: bool
+    x: Tensor, pairs: int, gate_up: ExpertMatrix, down: ExpertMatrix, *, few: bool
 ) -> Configs:
     """Return the usual configurations for matrices in 16 bits."""
     if few:
         return few_configs()
-    sizes = routed.ids.numel(), down.num_experts
+    sizes = pairs, down.num_experts
     if can_be_bulk(x, gate_up.values, down.values):
         return bulk_configs(*sizes)
     return sorted_configs(*sizes)

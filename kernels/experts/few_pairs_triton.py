@@ -11,12 +11,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.choice_triton import (
+    NO_CHOICE,
+    chosen_expert,
+    chosen_experts,
+    kernel_choice,
+)
 from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import FewConfigs
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.experts.experts_config import FewConfig, FewConfigs
+from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
-from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.ops.routing import Routed, Undecided
+from sidestep.kernels.prefetch_triton import prefetch
+
+_CHUNKS = 4
+"""Threads that prefetch a row."""
 
 
 @triton.jit
@@ -45,13 +55,22 @@ def _added(acc, w, x, at, K: tl.constexpr, STEP: tl.constexpr):
     return acc + w.to(tl.float32) * value.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _expert_gate_up(
     x,
     weight,
     bias,
     ids,
     out,
+    parts,
+    logit_bias,
+    T,
+    scale,
+    tiny,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMALISED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -64,12 +83,17 @@ def _expert_gate_up(
     SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write N inner values of a pair. PARTS: as in KernelChoice; 0 if the ids are given."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * N + tl.arange(0, N)
-    expert = tl.load(ids + pair).to(tl.int64)
+    if PARTS > 0:
+        row, place = tl.program_id(0) // CHOSEN, tl.program_id(0) % CHOSEN
+        expert = chosen_expert(parts, logit_bias, row, place, T, PARTS, E, WIDE).to(tl.int64)
+    else:
+        expert = tl.load(ids + pair).to(tl.int64)
     stop = D
     if SOME:
         stop = tl.where(expert < 0, 0, D)
@@ -91,7 +115,7 @@ def _expert_gate_up(
     tl.store(out + pair * F + columns, activated.to(dtype), mask=columns < F)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _expert_down(
     inner,
     weight,
@@ -102,6 +126,15 @@ def _expert_down(
     next_norm,
     next_weighted,
     next_squares,
+    parts,
+    logit_bias,
+    T,
+    scale,
+    tiny,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMALISED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -109,6 +142,7 @@ def _expert_down(
     N: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
     ADD: tl.constexpr,
     NEXT: tl.constexpr,
     SOME: tl.constexpr,
@@ -116,14 +150,25 @@ def _expert_down(
 ):
     """Add N outputs of all experts of a token, which are multiplied at once.
 
-    NEXT: whether to begin the next norm too.
+    PARTS: as in KernelChoice; 0 if the ids and weights are given. AHEAD: numbers that a thread
+    prefetches, or 0. NEXT: whether to begin the next norm too.
     """
     token = tl.program_id(0).to(tl.int64)
     # A row is an output of an expert: first those of the first one.
     place = tl.arange(0, KEPT * N) // N
     column = tl.program_id(1) * N + tl.arange(0, KEPT * N) % N
-    pair = token * CHOSEN + tl.minimum(place, CHOSEN - 1)
-    expert = tl.load(ids + pair).to(tl.int64)
+    taken = tl.minimum(place, CHOSEN - 1)
+    pair = token * CHOSEN + taken
+    # The kernel before waited for the ids or logits, so they are there. The first weights load
+    # while it runs.
+    if PARTS > 0:
+        expert, share = chosen_experts(
+            parts, logit_bias, tl.program_id(0), taken, T, scale, tiny,
+            PARTS, E, WIDE, CHOSEN, NORMALISED,
+        )  # fmt: skip
+        expert = expert.to(tl.int64)
+    else:
+        expert = tl.load(ids + pair).to(tl.int64)
     there = place < CHOSEN
     if SOME:
         there = there & (expert >= 0)
@@ -133,8 +178,12 @@ def _expert_down(
         inside = there
     acc = tl.zeros([KEPT * N, STEP], tl.float32)
     values = inner + pair * F
-    # The kernel before waited for the ids, so they are there. The first weights load while it runs.
     w = _weights(weight, rows, inside, 0, F, STEP)
+    if AHEAD > 0:
+        # The rest of the rows, a chunk of AHEAD numbers for each thread.
+        chunk: tl.constexpr = (F - STEP) // AHEAD
+        starts = weight + rows[:, None] * F + STEP + (tl.arange(0, chunk) * AHEAD)[None, :]
+        prefetch(starts, AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,7 +194,8 @@ def _expert_down(
     if bias is not None:
         own = bias + expert * D + column
         result += tl.load(own, mask=there & (column < D), other=0.0).to(tl.float32)
-    share = tl.load(weights + pair)
+    if PARTS == 0:
+        share = tl.load(weights + pair)
     result = tl.where(there, share * result, 0.0)
     total = tl.sum(result.reshape(KEPT, N), 0)
     columns = tl.program_id(1) * N + tl.arange(0, N)
@@ -163,9 +213,18 @@ def _expert_down(
         tl.store(place, tl.sum(wide * wide, 0))
 
 
+def _ahead(weight: Tensor, c: FewConfig) -> int:
+    """Return the numbers of a row that a thread prefetches; 0 if their addresses are not even."""
+    rest = weight.shape[-1] - c.step
+    ahead = rest // _CHUNKS
+    aligned = ahead * weight.element_size() % 16 == 0 and rest % _CHUNKS == 0
+    even = weight.shape[-1] * weight.element_size() % 16 == 0
+    return ahead if rest > 0 and aligned and even else 0
+
+
 def multiply_few(
     x: Tensor,
-    routed: Routed,
+    routed: Routed | Undecided,
     out: Tensor,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
@@ -176,16 +235,22 @@ def multiply_few(
     some: bool,
     norm: RmsNorm | None = None,
 ) -> BegunNorm | None:
-    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp."""
-    (rows, width), chosen, inner_width = x.shape, routed.ids.shape[1], gate_up.num_rows // 2
+    """Write or add what multiply_experts does. activation: `gelu`, alpha and limit of a clamp.
+
+    routed: of rows whose experts are not chosen yet, those that kernels can choose.
+    """
+    ids, weights = routed if isinstance(routed, Routed) else (None, None)
+    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
+    (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
     inner, kind = x.new_empty(rows * chosen, inner_width), pdl(x)
     c = configs.gate_up
     _expert_gate_up[(rows * chosen, triton.cdiv(inner_width, c.columns))](
         x,
         gate_up.values,
         gate_up.bias,
-        routed.ids,
+        ids,
         inner,
+        *choice,
         width,
         inner_width,
         chosen,
@@ -206,10 +271,12 @@ def multiply_few(
         inner,
         down.values,
         down.bias,
-        *routed,
+        ids,
+        weights,
         out,
         None if norm is None else norm.weight,
         *(begun or (None, None)),
+        *choice,
         width,
         inner_width,
         chosen,
@@ -217,10 +284,12 @@ def multiply_few(
         c.columns,
         c.step,
         c.stages,
+        _ahead(down.values, c) if rows == 1 and has_pdl(x.device) else 0,
         add,
         begun is not None,
         some,
         num_warps=c.warps,
+        maxnreg=c.registers,
         **kind,
     )
     return begun

@@ -21,13 +21,20 @@ from torch import Tensor
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
-from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed
+from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
 
+_SINGLE_ROWS = 4
+"""Tokens up to which each is multiplied by itself, with one expert a program."""
 _FEW_ROWS, _MANY_ROWS = 16, 64
 """Tokens of a program of the product. 16 are the fewest that the tensor cores multiply."""
 _COLUMNS, _STEP = 32, 256
 """Experts and inputs of such a program, which loads all its numbers at once. Where a few programs
 looped over them, a step of one row waited for the memory 32 times a layer."""
+_TILED_ROWS, _TILE_COLUMNS, _TILE_STEP = 4096, 128, 64
+"""Tokens from which programs have more experts and loop over all inputs; their experts, and inputs
+of a step. There are enough programs then, and the parts of their products would be many bytes."""
+_ALIGNED = 8
+"""Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
 
 @triton.jit
@@ -105,6 +112,81 @@ def _router_product(
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
+@triton.jit(do_not_specialize=["T"])
+def _router_tiles(
+    x,
+    weight,
+    product,
+    T,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the whole product of M rows and N experts, STEP inputs at a time."""
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    experts = tl.program_id(1) * N + tl.arange(0, N)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
+    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
+    acc = tl.zeros([M, N], tl.float32)
+    for at in range(0, D, STEP):
+        inputs = (at + tl.arange(0, STEP))[None, :]
+        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
+        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    target = product + rows.to(tl.int64)[:, None] * WIDE + experts[None, :]
+    tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
+
+
+@triton.jit
+def _router_rows(
+    x,
+    weight,
+    norm,
+    squares,
+    normed,
+    eps,
+    logits,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHARE: tl.constexpr,
+    SQUARES: tl.constexpr,
+    SUMMED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Write the whole product of a row and an expert's weights.
+
+    SQUARES: as in _router_product. With them, an expert's program writes SHARE inputs' norms.
+    """
+    expert, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    steps = tl.arange(0, WIDTH)
+    w = tl.load(weight + expert * D + steps, mask=steps < D, other=0.0)
+    if SQUARES > 0:
+        factor = tl.load(norm + steps, mask=steps < D, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    value = tl.load(x + row * D + steps, mask=steps < D, other=0.0)
+    if SQUARES > 0:
+        each = tl.arange(0, SUMMED)
+        sums = tl.load(squares + row * SQUARES + each, mask=each < SQUARES, other=0.0)
+        scale = tl.rsqrt(tl.sum(sums, 0) / D + eps)
+        dtype: tl.constexpr = x.dtype.element_ty
+        value = ((value.to(tl.float32) * scale).to(dtype).to(tl.float32) * factor).to(dtype)
+    product = tl.sum(value.to(tl.float32) * w.to(tl.float32), 0)
+    tl.store(logits + row * WIDE + expert, product)
+    if SQUARES > 0:
+        own = (steps // SHARE == expert) & (steps < D)
+        tl.store(normed + row * D + steps, value, mask=own)
+
+
 @triton.jit(do_not_specialize=["T", "first"])
 def _choose_experts(
     parts,
@@ -166,11 +248,10 @@ def _choose_experts(
     if BEST < GROUPS:
         ranked = _of_best_groups(ranked[None, :], experts, E // GROUPS, GROUPS, BEST)
         ranked = ranked.reshape(WIDTH)
-    # One reduction finds the best score and the lowest index that has it: the score's bits, in an
-    # order of integers, lie over the index, from the last one down. Zeros have one sign.
+    # A reduction of integers is one instruction. So a score's bits are brought into their order.
+    # Zeros have one sign.
     bits = (ranked + 0.0).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    keys = (ordered.to(tl.int64) << 32) | (WIDTH - 1 - experts).to(tl.int64)
+    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     places = tl.arange(0, KEPT)
     kept = tl.zeros([KEPT], tl.float32)
     found = tl.zeros([KEPT], tl.int32)
@@ -178,16 +259,16 @@ def _choose_experts(
     for place in tl.static_range(CHOSEN):
         best = tl.max(keys, 0)
         # A graph's padding may be NaN. It must still name an expert.
-        index = tl.minimum(WIDTH - 1 - (best & 0xFFFFFFFF).to(tl.int32), E - 1)
+        index = tl.minimum(tl.min(tl.where(keys == best, experts, WIDTH), 0), E - 1)
         if BIAS or BEST < GROUPS:
             score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
         else:
             # A score by which an expert is chosen is not negative: its bits are in their order.
-            score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+            score = best.to(tl.float32, bitcast=True)
         total += score
         kept = tl.where(places == place, score, kept)
         found = tl.where(places == place, index, found)
-        keys = tl.where(keys == best, -0x7FFFFFFFFFFFFFFF, keys)
+        keys = tl.where(experts == index, -0x80000000, keys)
     if NORMALISED:
         kept = kept / (total + tiny)
     if OWN < E:
@@ -224,54 +305,81 @@ def route(
     *,
     joined: Joined | None = None,
     norming: _Norming | None = None,
-) -> Routed:
-    """Return the experts of each row of x [T, D], contiguous.
+) -> Undecided:
+    """Multiply the rows of x [T, D], contiguous, with the router's weights.
 
     weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
     rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
     the product with the weight. joined: the expert with the number E, which each row has too, as
     the last one. norming: the norm of x, if x is not normed yet.
     """
-    rows, width = x.shape
     is_gated = joined is not None and joined.gated
-    outputs = weight.shape[0]
-    experts, count = outputs - is_gated, choice.num_chosen + (joined is not None)
+    experts = weight.shape[0] - is_gated
+    parts = _product(x, weight, norming)
     own = range(experts) if own is None else own
-    routed = Routed(
-        x.new_empty(rows, count, dtype=torch.int32), x.new_empty(rows, count, dtype=torch.float32)
-    )
-    if rows == 0:
-        return routed
-    at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
-    num_parts, kind = triton.cdiv(width, _STEP), pdl(x)
+    return Undecided(parts, experts, choice, bias, product_bias, own, joined)
+
+
+def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
+    """Return the parts of the product; see Undecided."""
+    (rows, width), outputs, kind = x.shape, weight.shape[0], pdl(x)
     # Rows of whole 16 bytes, so that a thread loads four numbers at once.
     wide = triton.cdiv(outputs, 4) * 4
-    parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
-    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
     summed = 0 if norming is None else norming.squares.shape[1]
+    sums = summed, triton.next_power_of_2(max(1, summed))
+    operands = x, weight, *((None, None, None, 0.0) if norming is None else norming)
+    alone, tiled = rows <= _SINGLE_ROWS, norming is None and rows >= _TILED_ROWS
+    num_parts = 1 if alone or tiled else triton.cdiv(width, _STEP)
+    parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
+    if rows == 0:
+        return parts
+    if alone:
+        share = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
+        filled = triton.next_power_of_2(width)
+        _router_rows[(outputs, rows)](
+            *operands, parts, width, wide, filled, share, *sums, num_warps=4, **kind
+        )
+        return parts
+    if tiled:
+        columns = min(_TILE_COLUMNS, max(_COLUMNS, triton.next_power_of_2(outputs)))
+        _router_tiles[(triton.cdiv(rows, _MANY_ROWS), triton.cdiv(outputs, columns))](
+            x,
+            weight,
+            parts,
+            rows,
+            width,
+            outputs,
+            wide,
+            _MANY_ROWS,
+            columns,
+            _TILE_STEP,
+            num_warps=4,
+            num_stages=4,
+            **kind,
+        )
+        return parts
+    at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
+    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
+    tile = at_once, _COLUMNS, _STEP
     _router_product[grid](
-        x,
-        weight,
-        *((None, None, None, 0.0) if norming is None else norming),
-        parts,
-        rows,
-        width,
-        outputs,
-        wide,
-        at_once,
-        _COLUMNS,
-        _STEP,
-        summed,
-        triton.next_power_of_2(max(1, summed)),
-        num_warps=4,
-        **kind,
+        *operands, parts, rows, width, outputs, wide, *tile, *sums, num_warps=4, **kind
     )
+    return parts
+
+
+def decided(undecided: Undecided) -> Routed:
+    """Choose the experts of rows."""
+    parts, experts, choice, bias, product_bias, own, joined = undecided
+    num_parts, rows, wide = parts.shape
+    ids = parts.new_empty(rows, undecided.chosen, dtype=torch.int32)
+    routed = Routed(ids, torch.empty_like(ids, dtype=torch.float32))
+    if rows == 0:
+        return routed
     _choose_experts[(rows,)](
         parts,
-        weight if bias is None else bias,
+        parts if bias is None else bias,
         product_bias,
-        routed.ids,
-        routed.weights,
+        *routed,
         rows,
         own.start,
         float(choice.scale),
@@ -283,15 +391,15 @@ def route(
         choice.sigmoid,
         choice.normalised,
         joined is not None,
-        is_gated,
+        joined is not None and joined.gated,
         bias is not None,
         choice.groups,
         choice.chosen_groups,
         len(own),
         triton.next_power_of_2(experts),
-        triton.next_power_of_2(count),
+        triton.next_power_of_2(undecided.chosen),
         num_warps=1,
-        **kind,
+        **pdl(parts),
     )
     return routed
 
@@ -305,8 +413,8 @@ def route_stream(
     product_bias: Tensor | None = None,
     *,
     joined: Joined | None = None,
-) -> tuple[Tensor, Routed]:
-    """Return the norm of a stream, and the experts of its rows as `route` does."""
+) -> tuple[Tensor, Undecided]:
+    """Return the norm of a stream, and its rows' product as `route` does."""
     router = weight, bias, choice, own, product_bias
     if stream.done is not None or not isinstance(stream.begun, BegunNorm):
         normed = stream.normed()
@@ -314,5 +422,4 @@ def route_stream(
     norming = _Norming(
         stream.norm.weight, stream.begun.squares, torch.empty_like(stream.hidden), stream.norm.eps
     )
-    routed = route(stream.hidden, *router, joined=joined, norming=norming)
-    return norming.out, routed
+    return norming.out, route(stream.hidden, *router, joined=joined, norming=norming)

@@ -15,25 +15,35 @@ from torch import Tensor
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.routing import Routed
 
-_FEW_AT_ONCE, _MANY_AT_ONCE = 1024, 8192
-"""Pairs that a sorting program looks at in a turn."""
+_AT_ONCE = 1024
+"""Pairs that a sorting program looks at in a turn. With more, few programs would run at once."""
+_SHARES = tl.constexpr(16)
+"""Programs that share the pairs for each expert, at most."""
 
 
-@triton.jit(do_not_specialize=["P"])
-def _count_pairs(ids, counts, P, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Count the pairs of each expert, one program an expert."""
+@triton.jit(do_not_specialize=["P", "share"])
+def _count_pairs(
+    ids,
+    counts,
+    P,
+    share,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Count the pairs of each expert in each share: counts [experts, _SHARES]."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(0)
+    expert, number = tl.program_id(0), tl.program_id(1)
     found = tl.zeros([BLOCK], tl.int32)
-    for at in range(0, P, BLOCK):
+    stop = tl.minimum((number + 1) * share, P)
+    for at in range(number * share, stop, BLOCK):
         pairs = at + tl.arange(0, BLOCK)
-        found += (tl.load(ids + pairs, mask=pairs < P, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found, 0))
+        found += (tl.load(ids + pairs, mask=pairs < stop, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert * _SHARES + number, tl.sum(found, 0))
 
 
-@triton.jit(do_not_specialize=["P", "tiles"])
+@triton.jit(do_not_specialize=["P", "share", "tiles"])
 def _place_pairs(
     ids,
     counts,
@@ -41,6 +51,7 @@ def _place_pairs(
     experts,
     used,
     P,
+    share,
     tiles,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -48,33 +59,40 @@ def _place_pairs(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write an expert's pairs behind those of earlier experts, filled up with P to whole tiles.
+    """Write a share's pairs of an expert behind its earlier ones and those of earlier experts.
 
-    experts: the expert of each tile; E for tiles that are not needed.
+    The first share's program also fills the expert's pairs up with P to whole tiles, and writes
+    experts, the expert of each tile: E for tiles that are not needed.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    expert = tl.program_id(0)
-    all_experts = tl.arange(0, WIDTH)
-    sizes = tl.load(counts + all_experts, mask=all_experts < E, other=0)
+    expert, number = tl.program_id(0), tl.program_id(1)
+    all_experts, all_shares = tl.arange(0, WIDTH)[:, None], tl.arange(0, _SHARES)[None, :]
+    known = (all_experts < E) & (all_shares < tl.num_programs(1))
+    each = tl.load(counts + all_experts * _SHARES + all_shares, mask=known, other=0)
+    every, sizes = tl.arange(0, WIDTH), tl.sum(each, 1)
     needed = (sizes + M - 1) // M
-    first = tl.sum(tl.where(all_experts < expert, needed, 0), 0)
-    own = tl.sum(tl.where(all_experts == expert, needed, 0), 0)
-    place = first * M
-    for at in range(0, P, BLOCK):
+    first = tl.sum(tl.where(every < expert, needed, 0), 0)
+    own = tl.sum(tl.where(every == expert, needed, 0), 0)
+    earlier = tl.where((all_experts == expert) & (all_shares < number), each, 0)
+    place = first * M + tl.sum(tl.sum(earlier, 1), 0)
+    stop = tl.minimum((number + 1) * share, P)
+    for at in range(number * share, stop, BLOCK):
         pairs = at + tl.arange(0, BLOCK)
-        mine = (tl.load(ids + pairs, mask=pairs < P, other=-1) == expert).to(tl.int32)
+        mine = (tl.load(ids + pairs, mask=pairs < stop, other=-1) == expert).to(tl.int32)
         tl.store(order + place + tl.cumsum(mine, 0) - 1, pairs, mask=mine == 1)
         place += tl.sum(mine, 0)
-    rest = place + tl.arange(0, M)
-    tl.store(order + rest, tl.zeros([M], tl.int32) + P, mask=rest < (first + own) * M)
-    for tile in range(first, first + own):
-        tl.store(experts + tile, expert)
-    if expert == E - 1:
-        tl.store(used, first + own)
-        for tile in range(first + own, tiles):
-            tl.store(experts + tile, E)
+    if number == 0:
+        size = tl.sum(tl.where(every == expert, sizes, 0), 0)
+        rest = first * M + size + tl.arange(0, M)
+        tl.store(order + rest, tl.zeros([M], tl.int32) + P, mask=rest < (first + own) * M)
+        for tile in range(first, first + own):
+            tl.store(experts + tile, expert)
+        if expert == E - 1:
+            tl.store(used, first + own)
+            for tile in range(first + own, tiles):
+                tl.store(experts + tile, E)
 
 
 @triton.jit
@@ -126,16 +144,16 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
 
     ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile.
     """
-    pairs = ids.numel()
+    pairs, kind = ids.numel(), pdl(ids)
     tiles = triton.cdiv(pairs, in_tile) + min(pairs, num_experts)
+    shares = min(_SHARES.value, triton.cdiv(pairs, _AT_ONCE))
+    share = triton.cdiv(triton.cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
     counts, order, experts, used = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts, tiles * in_tile, tiles, 1)
+        for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1)
     )
-    grid, kind = (num_experts,), pdl(ids)
-    few = pairs <= 2 * _FEW_AT_ONCE
-    at_once, warps = (_FEW_AT_ONCE, 4) if few else (_MANY_AT_ONCE, 8)
-    _count_pairs[grid](ids, counts, pairs, at_once, num_warps=warps, **kind)
+    grid = num_experts, shares
+    _count_pairs[grid](ids, counts, pairs, share, _AT_ONCE, num_warps=4, **kind)
     _place_pairs[grid](
         ids,
         counts,
@@ -143,12 +161,13 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         experts,
         used,
         pairs,
+        share,
         tiles,
         num_experts,
         triton.next_power_of_2(num_experts),
         in_tile,
-        at_once,
-        num_warps=warps,
+        _AT_ONCE,
+        num_warps=4,
         **kind,
     )
     return SortedPairs(order, experts, used)

@@ -41,11 +41,42 @@ class Routed(NamedTuple):
     weights: Tensor
     """float32 [T, k]: factors on the experts' results."""
 
+    @property
+    def chosen(self) -> int:
+        """The number of experts of each token."""
+        return self.ids.shape[1]
+
     def on_rank(self, own: range) -> Routed:
         """Return the same with the experts' numbers on a rank. own: its experts."""
         local = self.ids - own.start
         outside = (local < 0) | (local >= len(own))
         return Routed(local.masked_fill_(outside, -1), self.weights)
+
+
+class Undecided(NamedTuple):
+    """Tokens whose product with the router's weights is computed, but whose experts are not chosen.
+
+    Kernels for a few rows choose them by themselves. `decided` of experts/routing_triton.py makes
+    them Routed.
+    """
+
+    parts: Tensor
+    """float32 [P, T, E, filled up to whole 16 bytes]: the product is their sum."""
+    experts: int
+    """Experts to choose from. If a joined one is gated, the product has one number more."""
+    choice: Choice
+    bias: Tensor | None
+    """float32 [E], added to the scores for the choice."""
+    product_bias: Tensor | None
+    """float32 [E], added to the product."""
+    own: range
+    """This rank's experts, from which they are numbered."""
+    joined: Joined | None
+
+    @property
+    def chosen(self) -> int:
+        """The number of experts of each token."""
+        return self.choice.num_chosen + (self.joined is not None)
 
 
 def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> Routed:

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -139,19 +140,6 @@ def _sum_of(parts, NUMBER: tl.constexpr, SIZE: tl.constexpr):
     return total
 
 
-@triton.jit
-def _prefetch(words, BYTES: tl.constexpr):
-    """Prefetch bytes of each row into L2."""
-    tl.inline_asm_elementwise(
-        f"cp.async.bulk.prefetch.L2.global [$1], {BYTES}; mov.u32 $0, 0;",
-        "=r,l",
-        [words],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
 # If the compiler knew that there is one row of tiles, it would compile that apart.
 @triton.jit(do_not_specialize=["T", "row_tiles"])
 def _coded(
@@ -211,9 +199,9 @@ def _coded(
     if PDL:
         AHEAD: tl.constexpr = min(512, EACH * STEP // IN_WORD * 4)
         start = tl.minimum(first * (STEP // IN_WORD), W - AHEAD // 4)
-        _prefetch(words + n.to(tl.int64) * W + start, AHEAD)
+        prefetch(words + n.to(tl.int64) * W + start, AHEAD)
         if GATED:
-            _prefetch(words + (n + N).to(tl.int64) * W + start, AHEAD)
+            prefetch(words + (n + N).to(tl.int64) * W + start, AHEAD)
     group_row, up_group_row = n // HEIGHT, (n + N) // HEIGHT
     scale, zero = scales, None
     up_scale, up_zero = scales, None

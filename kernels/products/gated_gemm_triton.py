@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import has_pdl, num_processors, pdl
+from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.tuned.tuned_gated import GATED
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
@@ -49,14 +50,7 @@ def _prefetch(weight, column, at, F, K: tl.constexpr, N: tl.constexpr):
         + (tl.minimum(column + both % N, F - 1) + both // N * F).to(tl.int64) * K
         + tl.minimum(at, K - 256)
     )
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;",
-        "=r,l",
-        [rows],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch(rows, 512)
 
 
 @triton.jit

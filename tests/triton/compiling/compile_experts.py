@@ -6,7 +6,7 @@ from sidestep.kernels.experts import experts_triton, routing_triton
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Joined, Routed
+from sidestep.kernels.ops.routing import Choice, Joined
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, u8
 
@@ -24,7 +24,7 @@ def launch_experts(*_: object) -> None:
         bias = f32(experts) if choice.sigmoid else None
         for rows, gelu in ((1, False), (1, True), (256, False), (TOKENS, False), (TOKENS, True)):
             x, weight = bf16(rows, hidden), bf16(experts, hidden)
-            routed: Routed = routing_triton.route(x, weight, bias, choice)
+            routed = routing_triton.route(x, weight, bias, choice)
             for add in (False, True):
                 experts_triton.multiply_experts(
                     x, routed, gate_up, down, bf16(rows, hidden), add=add, gelu=gelu
@@ -32,9 +32,14 @@ def launch_experts(*_: object) -> None:
         stream = Stream(
             bf16(8, hidden), RmsNorm(f32(hidden), 1e-6), BegunNorm(bf16(8, hidden), f32(8, 32))
         )
-        routing_triton.route_stream(
+        undecided = routing_triton.route_stream(
             stream, bf16(experts + 1, hidden), bias, choice, joined=Joined(gated=True)
+        )[1]
+        routing_triton.decided(undecided)
+        few = Stream(
+            bf16(1, hidden), RmsNorm(bf16(hidden), 1e-6), BegunNorm(bf16(1, hidden), f32(1, 512))
         )
+        routing_triton.route_stream(few, bf16(experts, hidden), bias, choice)
         half = experts // 2
         for rows in (1, TOKENS):
             x, weight = bf16(rows, hidden), bf16(experts, hidden)

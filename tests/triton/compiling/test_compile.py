@@ -55,6 +55,8 @@ PRODUCTS = {
 
 EXPERTS = {
     "_router_product",
+    "_router_rows",
+    "_router_tiles",
     "_choose_experts",
     "_expert_gate_up",
     "_expert_down",

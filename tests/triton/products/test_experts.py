@@ -13,7 +13,7 @@ from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
 from sidestep.kernels.experts.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import route, route_stream
+from sidestep.kernels.experts.routing_triton import decided, route, route_stream
 from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
@@ -318,12 +318,48 @@ def test_the_choice_equals_the_reference(choice: Choice, biased: bool) -> None:
     weight = guarded(values.normal(12, 70, dtype=torch.float32, scale=0.2))
     bias = guarded(values.normal(12, dtype=torch.float32)) if biased else None
     with unchanged(x=x, weight=weight), PoisonedAllocations():
-        got = route(x, weight, bias, choice)
+        got = decided(route(x, weight, bias, choice))
     expected = choose_experts(
         (x.double() @ weight.double().T).float().cpu(), None if bias is None else bias.cpu(), choice
     )
     assert torch.equal(got.ids.cpu(), expected.ids)
     torch.testing.assert_close(got.weights.cpu(), expected.weights)
+
+
+@pytest.mark.parametrize("experts", [12, 33, 128])
+@pytest.mark.parametrize(("rows", "normalised", "biased"), [(1, True, True), (7, False, False)])
+def test_kernels_of_a_few_pairs_choose_as_the_reference(
+    experts: int, rows: int, normalised: bool, biased: bool
+) -> None:
+    """Also between equal logits, of which the lowest index is the first."""
+    values, width, inner = Values(experts + rows), 40, 24
+    choice = Choice(5, normalised=normalised, scale=1.5)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    weight = values.normal(experts, width, dtype=DTYPE)
+    weight[-3:] = weight[0]
+    weight = guarded(weight)
+    bias = guarded(values.normal(experts, dtype=torch.float32)) if biased else None
+    gate_up = ExpertMatrix(values.normal(experts, 2 * inner, width, dtype=DTYPE, scale=0.2))
+    down = ExpertMatrix(values.normal(experts, width, inner, dtype=DTYPE, scale=0.2))
+    out = guarded(x)
+    undecided = route(x, weight, None, choice, product_bias=bias)
+    with unchanged(x=x, parts=undecided.parts), PoisonedAllocations():
+        multiply_experts(x, undecided, gate_up, down, out, add=False, few=True)
+    logits = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = choose_experts(logits.float(), None, choice)
+    assert torch.equal(decided(undecided).ids, expected.ids)
+    assert_close(out, exact(x, expected, gate_up, down), ulps=16)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_kernels_of_a_few_pairs_choose_experts_for_padding_of_any_kind(number: float) -> None:
+    x = torch.full((2, 16), number, dtype=DTYPE, device=DEVICE)
+    undecided = route(x, torch.ones(6, 16, dtype=DTYPE, device=DEVICE), None, Choice(2))
+    gate_up = ExpertMatrix(guarded(torch.ones(6, 8, 16, dtype=DTYPE, device=DEVICE)))
+    down = ExpertMatrix(guarded(torch.ones(6, 16, 4, dtype=DTYPE, device=DEVICE)))
+    out = guarded(x)
+    multiply_experts(x, undecided, gate_up, down, out, add=False, few=True)
+    assert bool(out.isnan().all())
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -332,7 +368,7 @@ def test_a_joined_expert_is_behind_those_that_are_chosen(gated: bool) -> None:
     x = guarded(values.normal(19, 70, dtype=torch.float32))
     weight = guarded(values.normal(12 + gated, 70, dtype=torch.float32, scale=0.2))
     with unchanged(x=x, weight=weight), PoisonedAllocations():
-        got = route(x, weight, None, choice, joined=Joined(gated=gated))
+        got = decided(route(x, weight, None, choice, joined=Joined(gated=gated)))
     logits = (x.double() @ weight.double().T).float().cpu()
     expected = choose_experts(logits[:, :12].contiguous(), None, choice)
     assert torch.equal(got.ids.cpu()[:, :3], expected.ids)
@@ -340,6 +376,20 @@ def test_a_joined_expert_is_behind_those_that_are_chosen(gated: bool) -> None:
     torch.testing.assert_close(got.weights.cpu()[:, :3], expected.weights)
     factor = torch.sigmoid(logits[:, 12]) if gated else torch.ones(19)
     torch.testing.assert_close(got.weights.cpu()[:, 3], factor)
+
+
+def test_the_router_of_prompts() -> None:
+    rows, width = 4100, 70
+    values, choice = Values(rows), Choice(2, normalised=True)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    weight = guarded(values.normal(130, width, dtype=DTYPE))
+    with unchanged(x=x, weight=weight), PoisonedAllocations():
+        undecided = route(x, weight, None, choice)
+        got = decided(undecided)
+    logits = x.double() @ weight.double().T
+    assert_close(undecided.parts.sum(0)[:, :130], logits, ulps=1, float32_ulps=512)
+    expected = choose_experts(undecided.parts.sum(0)[:, :130].contiguous(), None, choice)
+    assert torch.equal(got.ids, expected.ids)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17])
@@ -351,10 +401,12 @@ def test_the_router_norms_a_stream_whose_squares_are_summed(rows: int) -> None:
     squares = guarded(torch.stack([p.square().sum(1) for p in hidden.split(150, 1)], 1))
     begun = BegunNorm(poisoned(rows, width, dtype=torch.float32), squares)
     with unchanged(hidden=hidden, weight=weight, squares=squares), PoisonedAllocations():
-        normed, routed = route_stream(Stream(hidden, norm, begun), weight, None, choice)
+        normed, undecided = route_stream(Stream(hidden, norm, begun), weight, None, choice)
+        routed = decided(undecided)
     expected = _norm_of(hidden, norm)
     torch.testing.assert_close(normed.cpu(), expected)
-    again, alike = route_stream(Stream(hidden, norm), weight, None, choice)
+    again, undecided = route_stream(Stream(hidden, norm), weight, None, choice)
+    alike = decided(undecided)
     torch.testing.assert_close(again.cpu(), expected)
     assert torch.equal(routed.ids, alike.ids)
     torch.testing.assert_close(routed.weights, alike.weights)
@@ -370,7 +422,7 @@ def _norm_of(x: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
 def test_the_choice_by_the_numbers_of_a_rank(own: range) -> None:
     values, choice = Values(8), Choice(3, normalised=True)
     x, weight = (values.normal(rows, 70, dtype=torch.float32) for rows in (20, 12))
-    got, whole = route(x, weight, None, choice, own), route(x, weight, None, choice)
+    got, whole = (decided(route(x, weight, None, choice, one)) for one in (own, None))
     assert got.ids.tolist() == [
         [one - own.start if one in own else -1 for one in row] for row in whole.ids.tolist()
     ]
@@ -383,12 +435,12 @@ def test_of_equal_scores_the_lowest_index_is_chosen() -> None:
     weight = torch.zeros(20, 16, dtype=DTYPE, device=DEVICE)
     choice = Choice(3, groups=5, chosen_groups=2)
     logits = torch.zeros(3, 20)
-    for routed in (route(x, weight, None, choice), choose_experts(logits, None, choice)):
+    for routed in (decided(route(x, weight, None, choice)), choose_experts(logits, None, choice)):
         assert routed.ids.tolist() == [[0, 1, 2]] * 3
         assert routed.weights.flatten().tolist() == pytest.approx([1 / 20] * 9)
 
 
 def test_padding_that_is_not_a_number_still_names_experts() -> None:
     x = torch.full((2, 16), float("nan"), dtype=DTYPE, device=DEVICE)
-    routed = route(x, torch.ones(6, 16, dtype=DTYPE, device=DEVICE), None, Choice(2))
+    routed = decided(route(x, torch.ones(6, 16, dtype=DTYPE, device=DEVICE), None, Choice(2)))
     assert bool(((routed.ids >= 0) & (routed.ids < 6)).all())
