@@ -22,7 +22,7 @@ MOST_ERROR = 0.02
 rounded. That of random numbers is 0.01; 4 bits in groups of 32 have one of 0.08."""
 _MIDDLE = 128
 """The code of zero, as the operator's inputs have no sign."""
-_FEWEST_NUMBERS = 1 << 19
+_FEWEST_NUMBERS = 3 << 17
 """A smaller matrix costs no less time in 8 bits than in the run's type."""
 _MOST_COLUMNS = 1 << 16
 """Sums of more products of two codes may not fit in 32 bits."""
