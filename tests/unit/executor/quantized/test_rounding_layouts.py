@@ -16,6 +16,7 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.layouts import rounding_layouts
 from sidestep.executor.layers.layouts.layout import operator
 from sidestep.executor.layers.layouts.rounding_layouts import LARGEST, eights, may_round
+from sidestep.executor.layers.vocab import rounded_head
 from sidestep.executor.models.weight_memory import weight_bytes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
 
@@ -129,3 +130,16 @@ def test_a_cpu_that_cuts_sums_off_has_no_such_product(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(rounding_layouts, "operator", cut_off)
     assert eights(coded("int8", COLUMNS)) is None
+
+
+def test_a_large_plain_head_on_a_cpu_is_rounded() -> None:
+    plain = torch.randn(ROWS, COLUMNS)
+    head = rounded_head(plain)
+    assert isinstance(head, CodedMatrix) and head.kind == "int8"
+    error = torch.linalg.vector_norm(head.decoded(torch.float32) - plain)
+    assert error <= 0.02 * torch.linalg.vector_norm(plain)
+
+
+def test_other_heads_stay_as_they_are() -> None:
+    for head in (torch.randn(257, 60), torch.empty(ROWS, COLUMNS, device="meta"), coded("nf4", 64)):
+        assert rounded_head(head) is head
