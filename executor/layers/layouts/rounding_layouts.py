@@ -19,7 +19,7 @@ LARGEST = 127
 """Largest code of a rounded number, with either sign."""
 MOST_ERROR = 0.02
 """Error of rounding a matrix again, relative to the norms of its groups, up to which it may be
-rounded. That of random numbers is 0.01; 4 bits in groups of 32 have one of 0.08."""
+rounded. Random numbers have an error of 0.01, and 4 bits in groups of 32 one of 0.08."""
 _MIDDLE = 128
 """The code of zero, as the operator's inputs have no sign."""
 _FEWEST_NUMBERS = 3 << 17
