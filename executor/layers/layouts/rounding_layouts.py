@@ -75,10 +75,9 @@ def may_round(matrix: CodedMatrix) -> bool:
 
 def _squares(numbers: Tensor) -> Tensor:
     """Return the sums of the squares of each group of a row's numbers."""
-    groups = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % _GROUP)).unflatten(
-        1, (-1, _GROUP)
-    )
-    return groups.square().sum(-1)
+    filled: Tensor = torch.nn.functional.pad(numbers, (0, -numbers.shape[1] % _GROUP))
+    sums: Tensor = filled.unflatten(1, (-1, _GROUP)).square().sum(-1)
+    return sums
 
 
 def _is_rounded(matrix: CodedMatrix) -> bool:
