@@ -29,10 +29,12 @@ from sidestep.executor.layers.layouts.layout import LaidOut, Product
 from sidestep.executor.layers.layouts.plain_layouts import (
     in_blocks,
     packed,
+    packed_in_pieces,
     plain,
     transposed,
     transposed_in_fours,
 )
+from sidestep.executor.layers.layouts.rounding_layouts import MOST_ERROR, eights, may_round
 from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -49,6 +51,9 @@ _TOLERANCE = 2e-3
 float16 give 3e-4."""
 _ROUNDING = 4
 """Largest difference in other types, in roundings to that type."""
+_ROUNDED_INPUTS = 8
+"""Largest sum of the errors of rounding a row and a matrix to 8 bits, in their standard deviations.
+"""
 
 Layout = Callable[[Any], LaidOut | None]
 """Lay a matrix [N, K] out; None where this CPU has no such product of it."""
@@ -88,20 +93,21 @@ def decoded(matrix: CodedMatrix) -> LaidOut:
 _LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout
     for layout in (
-        *(plain, transposed, transposed_in_fours, packed, widened, in_blocks),
-        *(int4, int8, float16, decoded),
+        *(plain, transposed, transposed_in_fours, packed, packed_in_pieces, widened, in_blocks),
+        *(int4, eights, int8, float16, decoded),
     )
 }
 _chosen: dict[tuple[Any, ...], tuple[str, int]] = {}
-"""By a matrix's size and form and the number of threads: its layout, and the number of rows that it
-takes at once."""
+"""By a matrix's size, form and candidates, and the number of threads: its layout, and the number of
+rows that it takes at once."""
 
 
 def _lay_out(matrix: Matrix) -> tuple[str, LaidOut, int]:
     """Return the layout's name, the matrix in it, and the number of rows that it takes at once."""
-    key = _form(matrix), torch.get_num_threads()
+    candidates = tuple(_candidates(matrix))
+    key = _form(matrix), candidates, torch.get_num_threads()
     if key not in _chosen:
-        for name in _candidates(matrix):
+        for name in candidates:
             if (tried := _tried(name, matrix)) is not None:
                 _chosen[key] = name, tried[1]
                 return name, *tried
@@ -123,9 +129,10 @@ def _form(matrix: Matrix) -> tuple[Any, ...]:
 def _candidates(matrix: Matrix) -> Iterator[str]:
     """Yield the names of layouts, fastest first."""
     if isinstance(matrix, CodedMatrix):
-        yield from ("int4", "int8", "float16")
+        yield from ("int4", "eights") if may_round(matrix) else ("int4",)
+        yield from ("int8", "float16")
     elif matrix.dtype == torch.float32:
-        yield from ("packed", "transposed", "transposed_in_fours")
+        yield from ("packed", "packed_in_pieces", "transposed", "transposed_in_fours")
     else:
         if packed(matrix[:1]) is not None:  # oneDNN refuses to pack for a type without instructions
             yield from ("packed", "plain")
@@ -143,7 +150,7 @@ def _tried(name: str, matrix: Matrix) -> tuple[LaidOut, int] | None:
         return None if laid_out is None else (laid_out, most_rows)
     try:
         laid_out = _LAYOUTS[name](matrix)
-        if laid_out is None or not _is_product(laid_out[0], matrix):
+        if laid_out is None or not _is_product(name, laid_out[0], matrix):
             return None
         most_rows = _rows_that_agree(name, matrix)
     except (RuntimeError, TypeError):  # Operators of another version, or without kernels.
@@ -213,13 +220,15 @@ def _half(columns: int) -> int:
     return columns // 4 * 2
 
 
-def _is_product(product: Product, matrix: CodedMatrix) -> bool:
+def _is_product(name: str, product: Product, matrix: CodedMatrix) -> bool:
     """Return whether a layout gives the product with the matrix's numbers."""
     numbers, x = matrix.decoded(torch.float32), _inputs(_CHECKED_ROWS, matrix)
     expected = x.float() @ numbers.T
     # A sum of numbers with random signs is of this order, so one wrong group would be seen.
     size = x.float().norm(dim=1)[:, None] * numbers.norm(dim=1)
     tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(matrix.dtype).eps)
+    if name == eights.__name__:
+        tolerance += _ROUNDED_INPUTS * MOST_ERROR / matrix.shape[1] ** 0.5
     return bool(((product(x).float() - expected).abs() <= tolerance * size).all())
 
 

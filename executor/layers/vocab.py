@@ -7,10 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.layouts.rounding_layouts import may_round
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
+from sidestep.executor.quantization.encode import encode
 from sidestep.executor.weights.weight_loader import Matrix, Weights
+from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -48,6 +51,18 @@ def head_shard(
     if isinstance(own, CodedMatrix):
         return own.padded(padding)
     return torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
+
+
+def rounded_head(shard: Matrix) -> Matrix:
+    """Return a plain head on a CPU in codes of 8 bits; return another head as it is.
+
+    A step reads the whole head, which has a large part of a small model's weights. A head that
+    equals the embedding is kept beside it.
+    """
+    if not isinstance(shard, Tensor) or shard.device.type != "cpu":
+        return shard
+    coded = encode(shard, WeightScheme(kind="int8"))
+    return coded if may_round(coded) else shard
 
 
 class VocabParallelEmbedding:

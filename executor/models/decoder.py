@@ -24,6 +24,7 @@ from sidestep.executor.layers.vocab import (
     VocabParallelEmbedding,
     VocabParallelHead,
     head_shard,
+    rounded_head,
     vocab_shard,
 )
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -309,6 +310,8 @@ class DecoderForCausalLM:
             else:
                 size = spec.vocab_size, spec.hidden_size
                 output = head_shard(weights, "lm_head", *size, parallel)
+            if spec.quantization is not None and spec.quantization.online:
+                output = rounded_head(output)
             self._head = VocabParallelHead(
                 output, spec.vocab_size, parallel, spec.logits_scale, spec.logits_softcap
             )

@@ -1,21 +1,20 @@
 """Layouts of quantized matrices, for operators of torch that multiply without decoding them first.
 
-All operators multiply in floating point: no input is quantized. They are private to torch, so that
-each may be missing; a layout is None then, and where its operator has no fast kernel for the CPU or
-the matrix's form.
+All operators here multiply in floating point: no input is quantized. They are private to torch, so
+that each may be missing; a layout is None then, and where its operator has no fast kernel for the
+CPU or the matrix's form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sidestep.executor.layers.layouts.layout import LaidOut, OpaqueWeight
+from sidestep.executor.layers.layouts.layout import LaidOut, OpaqueWeight, operator
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
 
 _FAST = ("AVX2", "AVX512")
@@ -45,7 +44,7 @@ def int4(matrix: CodedMatrix) -> LaidOut | None:
     Scales and zeros are rounded to bfloat16, which is as fine as rounding decoded numbers.
     """
     pack, multiply = (
-        _operator("aten", name)
+        operator("aten", name)
         for name in ("_convert_weight_to_int4pack_for_cpu", "_weight_int4pack_mm_for_cpu")
     )
     size = _group(matrix) if matrix.kind == "int4" and _is_fast_for(matrix) else None
@@ -69,7 +68,7 @@ def int8(matrix: CodedMatrix) -> LaidOut | None:
 
     Scales are rounded to bfloat16, which is as fine as rounding decoded numbers.
     """
-    multiply = _operator("aten", "_weight_int8pack_mm")
+    multiply = operator("aten", "_weight_int8pack_mm")
     one_scale = matrix.kind == "int8" and _scale_a_row(matrix)
     if multiply is None or not one_scale or not _is_fast_for(matrix):
         return None
@@ -91,7 +90,7 @@ def float16(matrix: CodedMatrix) -> LaidOut | None:
     scale a row are kept exactly; others are rounded to 11 bits.
     """
     pack, multiply = (
-        _operator("quantized", name) for name in ("linear_prepack_fp16", "linear_dynamic_fp16")
+        operator("quantized", name) for name in ("linear_prepack_fp16", "linear_dynamic_fp16")
     )
     rows, columns = matrix.shape
     nbytes = 2 * (rows + -rows % _HALF_ROWS) * (columns + -columns % _HALF_COLUMNS)
@@ -105,12 +104,6 @@ def float16(matrix: CodedMatrix) -> LaidOut | None:
         return made.mul_(scales).to(matrix.dtype)
 
     return product, (scales, OpaqueWeight(packed, nbytes))
-
-
-def _operator(namespace: str, name: str) -> Callable[..., Any] | None:
-    """Return one of torch's operators; None if it is missing."""
-    found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), name, None)
-    return found
 
 
 def _is_fast_for(matrix: CodedMatrix) -> bool:

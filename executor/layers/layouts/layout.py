@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
 Product = Callable[[Tensor], Tensor]
@@ -25,3 +27,9 @@ Kept = Tensor | OpaqueWeight | tuple[Tensor | OpaqueWeight, ...]
 """The memory that a layout keeps a matrix in."""
 LaidOut = tuple[Product, Kept]
 """A product, and the memory that it keeps the matrix in."""
+
+
+def operator(namespace: str, name: str) -> Callable[..., Any] | None:
+    """Return one of torch's operators; None if it is missing."""
+    found: Callable[..., Any] | None = getattr(getattr(torch.ops, namespace), name, None)
+    return found

@@ -18,6 +18,8 @@ _FEWEST_ROWS = 4
 _PACKED_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows that packed products are computed with. oneDNN compiles and keeps a product for
 each number: with all numbers, a worker's memory would grow with every new size of a step."""
+_PIECE = 1024
+"""Columns of a piece. For more columns oneDNN splits some sums, depending on the number of rows."""
 
 
 def plain(weight: Tensor) -> LaidOut:
@@ -77,6 +79,32 @@ def packed(weight: Tensor) -> LaidOut | None:
         return multiply(x, laid_out, None, "none", [], "")[:rows]
 
     return multiply_padded, laid_out
+
+
+def packed_in_pieces(weight: Tensor) -> LaidOut | None:
+    """Pack pieces of the weight's columns, whose products are added in the order of the columns.
+
+    Return None for a weight of a single piece, and where `packed` does.
+    """
+    columns = weight.shape[1]
+    starts = range(0, columns, _PIECE)
+    pieces = [packed(weight[:, first : first + _PIECE].contiguous()) for first in starts]
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) < max(2, len(pieces)):
+        return None
+
+    def multiply(x: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in x.split(_PIECE, 1)]
+        made = found[0][0](parts[0])
+        for (product, _), part in zip(found[1:], parts[1:], strict=True):
+            made += product(part)
+        return made
+
+    kept: list[Tensor] = []
+    for _, piece in found:
+        assert isinstance(piece, Tensor)
+        kept.append(piece)
+    return multiply, tuple(kept)
 
 
 def in_blocks(weight: Tensor) -> LaidOut:

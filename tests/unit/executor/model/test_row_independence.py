@@ -59,7 +59,16 @@ def check(operation: Callable[[Tensor], Tensor], x: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "shape",
-    [(188, 60), (60, 94), (192, 192), (257, 60), (4096, 192), (1000, 520), (3072, 1024)],
+    [
+        (188, 60),
+        (60, 94),
+        (192, 192),
+        (257, 60),
+        (4096, 192),
+        (1000, 520),
+        (3072, 1024),
+        (96, 2600),
+    ],
     ids=str,
 )
 def test_products(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -84,7 +93,7 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
     def by_number_of_rows(weight: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6), weight
 
-    for name in ("transposed", "transposed_in_fours", "packed"):
+    for name in ("transposed", "transposed_in_fours", "packed", "packed_in_pieces"):
         monkeypatch.setitem(cpu_product._LAYOUTS, name, by_number_of_rows)
     weight = torch.randn(40, 24)
     monkeypatch.setattr(cpu_product, "_chosen", {})

@@ -1,0 +1,145 @@
+"""Products that round their inputs to 8 bits on a CPU: near, exact where they can be, independent.
+
+A CPU without such products passes over the layout, and its tests with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers.cpu_product import CpuProduct
+from sidestep.executor.layers.layouts import rounding_layouts
+from sidestep.executor.layers.layouts.layout import operator
+from sidestep.executor.layers.layouts.rounding_layouts import LARGEST, eights, may_round
+from sidestep.executor.layers.vocab import rounded_head
+from sidestep.executor.models.weight_memory import weight_bytes
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
+
+ROWS, COLUMNS = 520, 1100
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def coded(kind: Codes, width: int, dtype: torch.dtype = torch.float32) -> CodedMatrix:
+    """Return a matrix of random codes that is large enough. width: columns that share a scale."""
+    torch.manual_seed(0)
+    if kind == "int8":
+        codes = torch.randint(-LARGEST, LARGEST + 1, (ROWS, COLUMNS), dtype=torch.int8)
+    elif kind == "fp8":
+        codes = torch.randn(ROWS, COLUMNS).to(torch.float8_e4m3fn)
+    else:
+        codes = pack_halves(torch.randint(0, 16, (ROWS, COLUMNS), dtype=torch.uint8))
+    scales = torch.rand(ROWS, -(-COLUMNS // width)) + 0.5
+    return CodedMatrix(kind=kind, codes=codes, scales=scales, group=(1, width), dtype=dtype)
+
+
+def product_of(matrix: CodedMatrix) -> CpuProduct:
+    """Return the product; skip the test where this CPU has another one."""
+    product = CpuProduct(matrix)
+    if product.kind != "eights":
+        pytest.skip(f"this CPU has {product.kind}")
+    return product
+
+
+FORMS: list[tuple[Codes, int]] = [("int8", COLUMNS), ("int8", 32), ("fp8", COLUMNS), ("nf4", 64)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "width"), FORMS)
+def test_errors_are_those_of_8_bits(kind: Codes, width: int, dtype: torch.dtype) -> None:
+    matrix = coded(kind, width, dtype)
+    product, numbers = product_of(matrix), matrix.decoded(torch.float64)
+    for rows in (0, 1, 5, 70):
+        x = torch.randn(rows, COLUMNS).to(dtype)
+        made, expected = product(x), x.double() @ numbers.T
+        assert made.dtype == dtype and made.is_contiguous() and made.shape == (rows, ROWS)
+        error = torch.linalg.vector_norm(made.double() - expected)
+        assert error <= 0.02 * torch.linalg.vector_norm(expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "width"), FORMS)
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    kind: Codes, width: int, dtype: torch.dtype
+) -> None:
+    product = product_of(coded(kind, width, dtype))
+    # Rows of very different sizes: a scale of all of them would lose the small ones.
+    sizes = 10.0 ** (torch.arange(300) % 7 - 3)[:, None]
+    x = (torch.randn(300, COLUMNS + 1) * sizes).to(dtype)[:, 1:]
+    together = product(x)
+    for rows in (1, 2, 3, 4, 5, 8, 17, 64, 131, 299):
+        assert torch.equal(product(x[300 - rows :]), together[300 - rows :]), f"{rows} rows"
+
+
+def test_whole_numbers_are_multiplied_exactly() -> None:
+    matrix = coded("int8", COLUMNS)
+    matrix.scales.fill_(1)
+    product = product_of(matrix)
+    x = torch.randint(-LARGEST, LARGEST + 1, (9, COLUMNS)).float()
+    x[:, 0] = LARGEST
+    torch.testing.assert_close(product(x), x @ matrix.codes.float().T, rtol=1e-6, atol=1e-2)
+
+
+def test_rows_of_zeros_and_rows_that_are_not_finite() -> None:
+    product = product_of(coded("int8", COLUMNS))
+    x = torch.zeros(4, COLUMNS)
+    x[1, 3], x[2, 5], x[3, 7] = torch.nan, torch.inf, 1.0
+    made = product(x)
+    assert torch.equal(made[0], torch.zeros(ROWS))
+    assert not made[1:3].isfinite().any() and made[3].isfinite().all()
+
+
+def test_rows_of_a_matrix_may_be_zero() -> None:
+    matrix = coded("nf4", 64)
+    matrix.scales[:4] = 0
+    product = product_of(matrix)
+    made = product(torch.randn(3, COLUMNS))
+    assert not made[:, :4].any() and made.isfinite().all()
+
+
+def test_the_memory_is_a_byte_a_number() -> None:
+    product = product_of(coded("nf4", 64))
+    assert 1 <= weight_bytes(product) / (ROWS * COLUMNS) <= 1.02
+
+
+def test_a_matrix_that_would_lose_too_much_is_not_rounded_again() -> None:
+    matrix = coded("nf4", 100)
+    assert may_round(matrix)
+    matrix.scales[:, 0] *= 100
+    assert not may_round(matrix)
+    assert CpuProduct(matrix).kind != "eights"
+
+
+def test_a_cpu_that_cuts_sums_off_has_no_such_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behave like a CPU that adds pairs of products in 16 bits."""
+
+    def cut_off(namespace: str, name: str) -> Callable[..., Any] | None:
+        found = operator(namespace, name)
+        if found is None or name == "linear_prepack":
+            return found
+
+        def multiply(x: Tensor, *arguments: Any) -> Tensor:
+            made: Tensor = found(x, *arguments)
+            return made.clamp_(max=COLUMNS)
+
+        return multiply
+
+    monkeypatch.setattr(rounding_layouts, "operator", cut_off)
+    assert eights(coded("int8", COLUMNS)) is None
+
+
+def test_a_large_plain_head_on_a_cpu_is_rounded() -> None:
+    plain = torch.randn(ROWS, COLUMNS)
+    head = rounded_head(plain)
+    assert isinstance(head, CodedMatrix) and head.kind == "int8"
+    error = torch.linalg.vector_norm(head.decoded(torch.float32) - plain)
+    assert error <= 0.02 * torch.linalg.vector_norm(plain)
+
+
+def test_other_heads_stay_as_they_are() -> None:
+    for head in (torch.randn(257, 60), torch.empty(ROWS, COLUMNS, device="meta"), coded("nf4", 64)):
+        assert rounded_head(head) is head
