@@ -289,7 +289,8 @@ def multiply_few(
         begun is not None,
         some,
         num_warps=c.warps,
-        maxnreg=c.registers,
+        # Masks of other ranks' experts take more of them than that.
+        maxnreg=None if some else c.registers,
         **kind,
     )
     return begun
