@@ -134,29 +134,15 @@ def _load(source: Path, model: Path | None) -> Any:
 def _load_alone(source: Path, model: Path) -> Any:
     """Return the tokenizer of a SentencePiece model whose class is not named.
 
-    transformers then reads the vocabulary, and leaves out how SentencePiece treats spaces. As
-    usual for such models, a text begins with the beginning-of-sequence token if there is one.
+    As usual for such models, a text begins with the beginning-of-sequence token if there is one.
     """
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     proto: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
     proto.ParseFromString(model.read_bytes())
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+    return PreTrainedTokenizerFast.from_pretrained(
         str(source), add_bos_token=proto.trainer_spec.bos_id >= 0
     )
-    fast = tokenizer.backend_tokenizer
-    if proto.normalizer_spec.remove_extra_whitespaces:
-        joined = normalizers.Replace(Regex("▁{2,}"), "▁")
-        stripped = normalizers.Replace(Regex("^▁|▁$"), "")
-        fast.normalizer = normalizers.Sequence([fast.normalizer, joined, stripped])
-    if proto.normalizer_spec.add_dummy_prefix:
-        fast.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
-        steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        if proto.trainer_spec.byte_fallback:
-            steps.insert(1, decoders.ByteFallback())
-        fast.decoder = decoders.Sequence(steps)
-    return tokenizer
 
 
 def _compare(tokenizer: Any, model: Path) -> None:

@@ -36,6 +36,10 @@ TEXTS = [
     "naïve 🦆🏳️‍🌈 日本語",
     "ends with a space ",
     "before<|im_start|>after",
+    "<|im_start|>first",
+    "  begins with spaces",
+    "",
+    " ",
 ]
 READABLE = [text for text in TEXTS if text.isascii() and "<|" not in text]
 """Texts that a vocabulary without bytes and without added tokens has tokens for."""
