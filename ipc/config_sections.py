@@ -401,8 +401,8 @@ class ParallelConfig(Options):
     )
     attention_backend: str = option(
         "auto",
-        "How attention is computed: 'auto' takes triton on a GPU and torch on a CPU; flashinfer "
-        "needs its package.",
+        "How attention is computed: 'auto' takes triton on a GPU; on a CPU it takes native, which "
+        "needs a C compiler (gcc), else torch. flashinfer needs its package.",
         choices=("auto", *ATTENTION_BACKENDS),
     )
     enforce_eager: bool = option(

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from sidestep.ipc.config import exact_products_environment
+from sidestep.ipc.config import cache_folder_of_environment, exact_products_environment
+from sidestep.kernels.native.library import keep_in
 
 os.environ.update(
     exact_products_environment()
@@ -27,6 +28,7 @@ from tests.threads import one_torch_thread
 
 take_interrupts()
 open_standard_input()
+keep_in(cache_folder_of_environment())
 
 BYTES_PER_PROCESS = 5 << 30
 """Memory that one test process may need, with the servers that its tests start."""

@@ -6,7 +6,7 @@ A new backend is a file here and a line in ipc.common.registry.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -201,6 +201,11 @@ class AttentionBackend(abc.ABC):
     @classmethod
     def missing(cls, device: torch.device) -> str | None:
         """Return why this backend cannot run on a device, or None if it can."""
+        return None
+
+    @classmethod
+    def refuses(cls, dtype: torch.dtype, head_dims: Iterable[int], block_size: int) -> str | None:
+        """Return why this backend takes no model with these sizes, or None if it does."""
         return None
 
     @abc.abstractmethod

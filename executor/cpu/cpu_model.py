@@ -24,10 +24,12 @@ from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.executor.runner.sleep import resident_bytes, return_freed_memory
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.config import cache_folder_of_environment
 from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.model.layer_spec import recurrent_of
 from sidestep.ipc.transport.worker_calls import CallResult, MemoryUse
+from sidestep.kernels.native.library import keep_in
 from sidestep.kernels.ops.rms_norm import Stream
 
 CPU = torch.device("cpu")
@@ -38,6 +40,7 @@ class CpuModel:
 
     def __init__(self, args: WorkerArgs, limits: StepLimits, parallel: Parallel) -> None:
         """Load the weights and allocate the cache. Raises EngineStartError."""
+        keep_in(cache_folder_of_environment())
         self._args = args
         """Arguments whose folder has the weights that are in use."""
         self._limits = limits

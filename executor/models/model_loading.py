@@ -33,6 +33,7 @@ from sidestep.executor.weights.weight_loader import (
 )
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.model.layer_spec import ExpertsSpec, attention_of
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
@@ -87,24 +88,37 @@ def pick_dtype(args: WorkerArgs, device: torch.device) -> torch.dtype:
 
 
 def pick_attention(args: WorkerArgs, device: torch.device) -> type[AttentionBackend]:
-    """Return the backend that was asked for, or the device's default.
+    """Return the backend that was asked for, or the fastest that can run here.
 
     Raises EngineStartError if it cannot run there.
     """
-    name = args.parallel.attention_backend
-    if name == "auto":
-        name = "torch" if device.type == "cpu" else "triton"
-    backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
-    formats = {mixer.kv_format for mixer in attention_of(args.spec.layers)} - {"model"}
+    asked, problem = args.parallel.attention_backend, None
+    defaults = ("native", "torch") if device.type == "cpu" else ("triton",)
+    for name in defaults if asked == "auto" else (asked,):
+        backend: type[AttentionBackend] = registry.load(registry.ATTENTION_BACKENDS[name])
+        problem = _problem(name, backend, args, device)
+        if problem is None:
+            return backend
+    raise EngineStartError(problem)
+
+
+def _problem(
+    name: str, backend: type[AttentionBackend], args: WorkerArgs, device: torch.device
+) -> str | None:
+    """Return why an attention backend cannot run here."""
+    mixers = attention_of(args.spec.layers)
+    formats = {mixer.kv_format for mixer in mixers} - {"model"}
     if formats and not backend.keeps_codes:
-        raise EngineStartError(
+        return (
             f"kv_cache_dtype: attention_backend {name!r} keeps keys and values in the model's type "
             f"('model'), not as {formats.pop()}; change one of the two"
         )
-    reason = backend.missing(device)
-    if reason is not None:
-        raise EngineStartError(f"attention_backend: {name!r} cannot run here: {reason}")
-    return backend
+    head_dims = {mixer.head_dim for mixer in mixers}
+    block_size = args.cache.block_size or CPU_BLOCK_SIZE
+    reason = backend.missing(device) or backend.refuses(
+        pick_dtype(args, device), head_dims, block_size
+    )
+    return None if reason is None else f"attention_backend: {name!r} cannot run here: {reason}"
 
 
 def load_model(

@@ -92,6 +92,7 @@ TOKENIZER_CONVERTER = "sidestep.executor.processes.tokenizer_converter:main"
 
 ATTENTION_BACKENDS: dict[str, str] = {
     "flashinfer": "sidestep.executor.attention.flashinfer_backend:FlashInferAttention",
+    "native": "sidestep.executor.attention.native_backend:NativeAttention",
     "torch": "sidestep.executor.attention.torch_backend:TorchAttention",
     "triton": "sidestep.executor.attention.triton_backend:TritonAttention",
 }

@@ -14,6 +14,7 @@ from sidestep.executor.attention.torch_layers import PlainBlocks
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.weight_memory import weights_of
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
+from sidestep.ipc.config_sections import ParallelConfig
 from sidestep.ipc.model.kv.kv_cache_dtype import with_kv_cache_dtype
 from sidestep.ipc.model.layer_spec import attention_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
@@ -68,7 +69,9 @@ def pair(k: float, v: float) -> dict[str, Tensor]:
 
 def computed(path: str, spec: ModelSpec | None = None, budget: int = 12) -> list[bytes]:
     """Return all tokens and log-probabilities of some requests, as bytes."""
-    runner = make_runner(path) if spec is None else make_runner(path, spec=spec)
+    # Codes have the torch backend; another one would round other bits.
+    parallel = ParallelConfig(device="cpu", attention_backend="torch")
+    runner = make_runner(path, parallel=parallel, spec=spec or load_model_spec(path))
     requests = [
         Request(prompt, 6, controls=Controls(logprobs=3, prompt_logprobs=2))
         for prompt in random_prompts(4, VOCAB, longest=30, seed=2)

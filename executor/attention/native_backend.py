@@ -1,0 +1,173 @@
+"""Attention by a kernel in C: the default on a CPU whose machine has a C compiler.
+
+One call does all that a layer's attention does: it norms and rotates heads, writes keys and values
+to the cache and attends. It reads the blocks where they lie, so nothing is gathered or padded. See
+kernels/native/attention.c. The blocks have the torch backend's layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sidestep.executor.attention.base import (
+    AttentionBackend,
+    AttentionSetup,
+    Norms,
+    StepBatch,
+)
+from sidestep.kernels.native.library import NoLibraryError, kernel
+
+MOST_DIM, MOST_BLOCK = 512, 256
+"""Largest head, and largest block, that the kernel takes."""
+
+
+class _Layer(Structure):
+    """What the kernel knows of a layer: `Layer` in attention.c."""
+
+    _fields_ = (
+        ("cache", c_void_p),
+        ("block_stride", c_int64),
+        *((name, c_int32) for name in ("block_size", "heads", "kv_heads", "dim", "window")),
+        ("reads_only", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("eps", c_float),
+        ("norms_wide", c_int32),
+    )
+
+
+class _Step(Structure):
+    """What the kernel knows of a step, by cache group: `Step` in attention.c."""
+
+    _fields_ = (
+        ("tokens", c_int64),
+        *((name, c_void_p) for name in ("positions", "slots", "rows", "tables")),
+        ("table_stride", c_int64),
+        ("threads", c_int32),
+        ("apart", c_int32),
+    )
+
+
+class NativeAttention(AttentionBackend):
+    """Attention by a kernel in C."""
+
+    dtypes = (torch.float32, torch.bfloat16)
+    keeps_codes = False
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        """Return why there is no kernel."""
+        if device.type != "cpu":
+            return "it computes on a CPU"
+        try:
+            for dtype in cls.dtypes:
+                _kernel(dtype)
+        except NoLibraryError as error:
+            return str(error)
+        return None
+
+    @classmethod
+    def refuses(cls, dtype: torch.dtype, head_dims: Iterable[int], block_size: int) -> str | None:
+        """Return why it takes no such model, or None if it does."""
+        if dtype not in cls.dtypes:
+            return f"it computes in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
+        if block_size > MOST_BLOCK:
+            return f"it takes blocks of up to {MOST_BLOCK} tokens, not of {block_size}"
+        if (largest := max(head_dims, default=0)) > MOST_DIM:
+            return f"it takes heads of up to {MOST_DIM} numbers, not of {largest}"
+        return None
+
+    def __init__(self, setup: AttentionSetup) -> None:
+        """Allocate the cache."""
+        self._shape, self._setup = setup.shape, setup
+        self._attend = _kernel(setup.dtype)
+        self.cache = setup.open_memory(cleared=False)
+        self._tables = [(table.cos.contiguous(), table.sin.contiguous()) for table in setup.rotary]
+        self._layers = [self._layer(layer) for layer in range(setup.shape.num_layers)]
+        self._groups = [setup.shape.place(layer).group for layer in range(setup.shape.num_layers)]
+        # Of the step, from begin_step on.
+        self._steps: list[_Step] = []
+        self._kept: tuple[Any, ...] = ()
+        """Memory that the steps point to."""
+
+    def _layer(self, layer: int) -> _Layer:
+        shape, setup = self._shape, self._setup
+        memory = self.cache.of_layer(layer).view(setup.dtype)
+        cos, sin = self._tables[shape.table(layer)]
+        return _Layer(
+            cache=memory.data_ptr(),
+            block_stride=memory.stride(0),
+            block_size=setup.block_size,
+            heads=shape.num_heads,
+            kv_heads=shape.num_kv_heads,
+            dim=shape.head_dim,
+            window=shape.windows[layer],
+            reads_only=shape.source(layer) != layer,
+            scale=shape.scale(layer),
+            softcap=shape.softcap(layer) or 0.0,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            eps=setup.norm_eps,
+        )
+
+    def begin_step(self, batch: StepBatch) -> None:
+        """Note where the step's tokens are."""
+        host = batch.host
+        assert host is not None, "this backend needs the host's view of a step"
+        rows = np.repeat(np.arange(len(host.slots), dtype=np.int32), host.num_tokens)
+        positions = np.ascontiguousarray(host.positions)
+        slots = np.ascontiguousarray(host.slot_mapping)
+        tables = np.ascontiguousarray(host.block_tables)
+        self._kept = rows, positions, slots, tables
+        self._steps = [
+            _Step(
+                tokens=len(positions),
+                positions=positions.ctypes.data,
+                slots=slots[group].ctypes.data,
+                rows=rows.ctypes.data,
+                tables=tables[group].ctypes.data,
+                table_stride=tables.shape[2],
+                threads=torch.get_num_threads(),
+                apart=host.num_decode_rows == len(host.slots),
+            )
+            for group in range(self._shape.num_groups)
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        """Launch a layer's attention."""
+        assert kv_scales is None, "codes are refused at the start"
+        shape, known = self._shape, self._layers[layer]
+        out = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim)
+        if norms is not None:
+            known.norms_wide = norms[0].dtype == torch.float32
+        self._attend(
+            ctypes.byref(known),
+            ctypes.byref(self._steps[self._groups[layer]]),
+            qkv.data_ptr(),
+            qkv.stride(0),
+            *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
+            None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _kernel(dtype: torch.dtype) -> Any:
+    """Return the kernel that computes in a type. Raises NoLibraryError."""
+    return kernel("attention.c", "attend", dtype, *[c_void_p] * 3, c_int64, *[c_void_p] * 4)

@@ -1,0 +1,131 @@
+"""Kernels in C for a CPU, which the machine's own compiler builds when they are first needed.
+
+A library is built once and kept in a folder that `keep_in` names. Its name is a digest of whatever
+it depends on, so a new version, compiler or CPU gets a library of its own.
+
+Kernels share torch's OpenMP threads: two pools of threads would wait for one another's cores. So
+the library must find the OpenMP that torch has loaded, which is GCC's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-shared")
+_TUNED = ("-march=native", "-mcpu=native")
+"""The options that name this machine's CPU; compilers know one or the other."""
+_TIMEOUT_S = 120.0
+
+
+_folder: Path | None = None
+
+
+class NoLibraryError(Exception):
+    """Says why there is no library of kernels in C."""
+
+
+def keep_in(cache: Path | None) -> None:
+    """Keep libraries in a folder of a cache; None for no libraries."""
+    global _folder
+    _folder = None if cache is None else cache / "native"
+
+
+@functools.cache
+def load(source: str, *definitions: str) -> ctypes.CDLL:
+    """Return the library of a file in this folder, built with definitions of the preprocessor.
+
+    Raises NoLibraryError.
+    """
+    file = Path(__file__).parent / source
+    if not _torch_has_gcc_threads():
+        raise NoLibraryError("torch has other threads than those of GCC's OpenMP")
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise NoLibraryError("there is no C compiler (gcc)")
+    flags = [*_FLAGS, *(f"-D{name}" for name in definitions)]
+    if _folder is None:
+        raise NoLibraryError("there is no folder for libraries")
+    library = _folder / f"{file.stem}-{_digest(file, compiler, flags)}.so"
+    try:
+        if not library.exists():
+            _build(file, compiler, flags, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NoLibraryError(f"{source} cannot be built or loaded: {error}") from error
+
+
+def kernel(source: str, name: str, dtype: torch.dtype, *arguments: type) -> Any:
+    """Return a function of a file in this folder for numbers of a type, float32 or bfloat16.
+
+    arguments: the types of its arguments. Raises NoLibraryError.
+    """
+    found = load(source, *(("BFLOAT16",) if dtype.itemsize == 2 else ()))[name]
+    found.argtypes = arguments
+    return found
+
+
+def _torch_has_gcc_threads() -> bool:
+    """Return whether GCC's OpenMP is in this process."""
+    try:
+        return "libgomp" in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _digest(file: Path, compiler: str, flags: list[str]) -> str:
+    """Return a digest of whatever the library depends on."""
+    real = Path(compiler).resolve()
+    parts = [repr((flags, _TUNED, str(real), real.stat().st_mtime_ns)), _cpu()]
+    found = hashlib.sha256("\n".join(parts).encode())
+    for read in (file, *sorted(file.parent.glob("*.h"))):
+        found.update(read.read_bytes())
+    return found.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """Return the CPU's model and instructions: one home folder may serve several machines."""
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    found = [line for line in lines if line.split("\t")[0].split(":")[0].strip() in names]
+    return "\n".join([platform.machine(), *found])
+
+
+def _build(file: Path, compiler: str, flags: list[str], library: Path) -> None:
+    """Build a library. Raises OSError or NoLibraryError."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Another process may build the same library: whoever ends last replaces it by an equal one.
+    made = library.with_suffix(f".{os.getpid()}")
+    reason = ""
+    try:
+        for tuned in _TUNED:
+            run = subprocess.run(
+                [compiler, *flags, tuned, str(file), "-o", str(made), "-lm"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+            )
+            if run.returncode == 0:
+                made.replace(library)
+                return
+            reason = reason or (run.stderr.strip() or "no message").splitlines()[0]
+    except subprocess.TimeoutExpired:
+        reason = f"it takes longer than {_TIMEOUT_S:.0f} s"
+    finally:
+        made.unlink(missing_ok=True)
+    raise NoLibraryError(f"{compiler} cannot build {file.name}: {reason}")
