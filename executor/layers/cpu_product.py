@@ -26,6 +26,8 @@ from torch import Tensor
 
 from sidestep.executor.layers.layouts.coded_layouts import float16, int4, int8
 from sidestep.executor.layers.layouts.layout import LaidOut, Product
+from sidestep.executor.layers.layouts.native_layouts import native
+from sidestep.executor.layers.layouts.native_layouts import takes as native_takes
 from sidestep.executor.layers.layouts.plain_layouts import (
     in_blocks,
     packed,
@@ -94,7 +96,7 @@ _LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout
     for layout in (
         *(plain, transposed, transposed_in_fours, packed, packed_in_pieces, widened, in_blocks),
-        *(int4, eights, int8, float16, decoded),
+        *(native, int4, eights, int8, float16, decoded),
     )
 }
 _chosen: dict[tuple[Any, ...], tuple[str, int]] = {}
@@ -129,6 +131,8 @@ def _form(matrix: Matrix) -> tuple[Any, ...]:
 def _candidates(matrix: Matrix) -> Iterator[str]:
     """Yield the names of layouts, fastest first."""
     if isinstance(matrix, CodedMatrix):
+        if native_takes(matrix):
+            yield "native"
         yield from ("int4", "eights") if may_round(matrix) else ("int4",)
         yield from ("int8", "float16")
     elif matrix.dtype == torch.float32:
@@ -227,7 +231,7 @@ def _is_product(name: str, product: Product, matrix: CodedMatrix) -> bool:
     # A sum of numbers with random signs is of this order, so one wrong group would be seen.
     size = x.float().norm(dim=1)[:, None] * numbers.norm(dim=1)
     tolerance = max(_TOLERANCE, _ROUNDING * torch.finfo(matrix.dtype).eps)
-    if name == eights.__name__:
+    if name in (native.__name__, eights.__name__):
         tolerance += _ROUNDED_INPUTS * MOST_ERROR / matrix.shape[1] ** 0.5
     return bool(((product(x).float() - expected).abs() <= tolerance * size).all())
 

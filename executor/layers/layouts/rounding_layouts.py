@@ -45,7 +45,8 @@ def eights(matrix: CodedMatrix) -> LaidOut | None:
     )
     if pack is None or multiply is None or not _adds_exactly(pack, multiply):
         return None
-    codes, scales = _rounded(matrix)
+    again = rounded(matrix)
+    codes, scales = again.codes, again.scales[:, 0]
     packed = _packed(codes, scales, pack)
 
     def product(x: Tensor) -> Tensor:
@@ -60,17 +61,22 @@ def eights(matrix: CodedMatrix) -> LaidOut | None:
 
 def may_round(matrix: CodedMatrix) -> bool:
     """Return whether a matrix is large enough, and loses little when it is rounded again."""
-    rows, columns = matrix.shape
-    if rows * columns < _FEWEST_NUMBERS or columns > _MOST_COLUMNS:
+    if not is_large(matrix):
         return False
     if _is_rounded(matrix):
         return True
+    rows = len(matrix.codes)
     sample = matrix.index_select(0, torch.arange(0, rows, -(-rows // _SAMPLED_ROWS)))
     numbers = sample.decoded(torch.float32)
-    codes, scales = _rounded(sample)
-    errors = _squares(codes * scales[:, None] - numbers)
+    errors = _squares(rounded(sample).decoded(torch.float32) - numbers)
     # One group of large numbers makes the steps of its row coarse, so each group counts alike.
     return bool((errors / _squares(numbers)).nanmean() <= MOST_ERROR**2)
+
+
+def is_large(matrix: CodedMatrix) -> bool:
+    """Return whether products in 8 bits are faster, and their sums fit in 32 bits."""
+    rows, columns = matrix.shape
+    return rows * columns >= _FEWEST_NUMBERS and columns <= _MOST_COLUMNS
 
 
 def _squares(numbers: Tensor) -> Tensor:
@@ -86,14 +92,20 @@ def _is_rounded(matrix: CodedMatrix) -> bool:
     return matrix.kind == "int8" and one_scale
 
 
-def _rounded(matrix: CodedMatrix) -> tuple[Tensor, Tensor]:
-    """Return codes int8 [N, K] and scales float32 [N]."""
+def rounded(matrix: CodedMatrix) -> CodedMatrix:
+    """Return the matrix in codes of 8 bits with one scale a row."""
     if _is_rounded(matrix):
-        return matrix.codes, matrix.with_row_scales().scales[:, 0].float()
+        return matrix.with_row_scales()
     numbers = matrix.decoded(torch.float32)
-    scales = torch.linalg.vector_norm(numbers, torch.inf, -1).div_(LARGEST)
-    codes = numbers.div_(scales[:, None]).nan_to_num_(0.0).round_().clamp_(-LARGEST, LARGEST)
-    return codes.to(torch.int8), scales
+    scales = torch.linalg.vector_norm(numbers, torch.inf, -1, True).div_(LARGEST)
+    codes = numbers.div_(scales).nan_to_num_(0.0).round_().clamp_(-LARGEST, LARGEST)
+    return CodedMatrix(
+        kind="int8",
+        codes=codes.to(torch.int8),
+        scales=scales,
+        group=(1, matrix.shape[1]),
+        dtype=matrix.dtype,
+    )
 
 
 def _adds_exactly(pack: Callable[..., object], multiply: Callable[..., Tensor]) -> bool:
