@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.native import rows as native
 
 _SERIAL = 1 << 15
 """Number of elements up to which torch uses a single thread, and which each thread gets at least.
@@ -42,6 +43,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         from sidestep.kernels.triton.silu_mul_triton import silu_mul as launch
 
         return launch(gate_up)
+    if (made := native.silu_mul(gate_up)) is not None:
+        return made
     gate, up = gate_up.chunk(2, -1)
     return by_rows(torch.ops.aten.silu.out, gate).mul_(up)
 

@@ -1,0 +1,90 @@
+"""Functions of rows by kernels in C: right, and the same bits for a row whatever is beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels.native import rows as native
+from sidestep.kernels.native.library import NoLibraryError, load
+from sidestep.kernels.ops.rms_norm import rms_norm
+from sidestep.kernels.ops.silu_mul import silu_mul
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    try:
+        load("rows.c")
+    except NoLibraryError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("weight_type", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(0, 8), (1, 1024), (5, 77), (300, 192)])
+def test_the_norm_is_right(
+    rows: int, count: int, weight_type: torch.dtype, dtype: torch.dtype
+) -> None:
+    x, weight = torch.randn(rows, count).to(dtype), torch.randn(count).to(weight_type)
+    made = native.rms_norm(x, weight, 1e-5)
+    if weight_type not in (dtype, torch.float32):
+        assert made is None
+        return
+    assert made is not None and made.dtype == dtype
+    wide = x.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    expected = normed.to(dtype).double() * weight.double()
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(0, 8), (1, 4096), (5, 77), (300, 192)])
+def test_the_activation_is_right(rows: int, count: int, dtype: torch.dtype) -> None:
+    both = (30 * torch.randn(rows, 2 * count)).to(dtype)
+    if rows:
+        both[0, :4] = torch.tensor([0.0, -200.0, 200.0, -88.0])
+    made = native.silu_mul(both)
+    assert made is not None and made.dtype == dtype
+    gate, up = both.double().chunk(2, -1)
+    expected = (gate * gate.sigmoid()).to(dtype).double() * up
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=1e-30 + tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "function", [lambda x: rms_norm(x, torch.ones(202, dtype=x.dtype), 1e-6), silu_mul]
+)
+def test_a_row_has_the_same_bits_alone_and_among_others(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    for x in (torch.randn(400, 202).to(dtype), torch.randn(400, 500).to(dtype)[:, 99:301]):
+        together = function(x)
+        for count in (1, 2, 3, 7, 40, 399):
+            assert torch.equal(function(x[400 - count :]), together[400 - count :])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_that_are_not_finite_stay_in_their_row(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 64).to(dtype)
+    x[1, 5] = torch.nan
+    for made in (native.silu_mul(x), native.rms_norm(x, torch.ones(64, dtype=dtype), 1e-6)):
+        assert made is not None
+        assert made[[0, 2]].isfinite().all() and made[1].isnan().any()
+
+
+def test_other_types_and_shapes_are_left_to_torch() -> None:
+    weight = torch.ones(8)
+    for x in (
+        torch.ones(2, 8, dtype=torch.float16),
+        torch.ones(2, 2, 8),
+        torch.ones(2, 16)[:, ::2],
+        torch.ones(2, 8, device="meta"),
+    ):
+        assert native.rms_norm(x, weight, 1e-6) is None and native.silu_mul(x) is None
