@@ -29,7 +29,7 @@ MOST_DIM, MOST_BLOCK = 512, 256
 
 
 class _Layer(Structure):
-    """What the kernel knows of a layer: `Layer` in attention.c."""
+    """A layer, as the kernel knows it: `Layer` in attention.c."""
 
     _fields_ = (
         ("cache", c_void_p),
@@ -46,7 +46,7 @@ class _Layer(Structure):
 
 
 class _Step(Structure):
-    """What the kernel knows of a step, by cache group: `Step` in attention.c."""
+    """A step of a cache group, as the kernel knows it: `Step` in attention.c."""
 
     _fields_ = (
         ("tokens", c_int64),
@@ -94,7 +94,7 @@ class NativeAttention(AttentionBackend):
         self._tables = [(table.cos.contiguous(), table.sin.contiguous()) for table in setup.rotary]
         self._layers = [self._layer(layer) for layer in range(setup.shape.num_layers)]
         self._groups = [setup.shape.place(layer).group for layer in range(setup.shape.num_layers)]
-        # Of the step, from begin_step on.
+        # The plan of a step, from begin_step on.
         self._steps: list[_Step] = []
         self._kept: tuple[Any, ...] = ()
         """Memory that the steps point to."""

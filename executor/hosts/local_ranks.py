@@ -202,7 +202,7 @@ def worker_environment(cpu_threads: int) -> dict[str, str]:
     """Return the environment variables that a rank's libraries read when they are loaded."""
     return {
         "OMP_NUM_THREADS": str(cpu_threads),
-        # Bounded spinning, for some 20 us: by default OpenMP's threads spin at each barrier. Where
+        # Bounded spinning, for some 30 us: by default OpenMP's threads spin at each barrier. Where
         # other programs need the same cores, that costs more than half of the throughput. A thread
         # that sleeps at once takes some 50 us to wake up, at some hundred products a step.
         "GOMP_SPINCOUNT": __import__("os").environ.get("TEST_SPIN", "100"),

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sidestep.executor.layers.layouts.coded_layouts import float16, int4, int8
 from sidestep.executor.layers.layouts.layout import LaidOut, Product
-from sidestep.executor.layers.layouts.native_layouts import native
+from sidestep.executor.layers.layouts.native_layouts import native, native_plain
 from sidestep.executor.layers.layouts.native_layouts import takes as native_takes
 from sidestep.executor.layers.layouts.plain_layouts import (
     in_blocks,
@@ -95,7 +95,16 @@ def decoded(matrix: CodedMatrix) -> LaidOut:
 _LAYOUTS: dict[str, Layout] = {
     layout.__name__: layout
     for layout in (
-        *(plain, transposed, transposed_in_fours, packed, packed_in_pieces, widened, in_blocks),
+        *(
+            native_plain,
+            plain,
+            transposed,
+            transposed_in_fours,
+            packed,
+            packed_in_pieces,
+            widened,
+            in_blocks,
+        ),
         *(native, int4, eights, int8, float16, decoded),
     )
 }
@@ -136,10 +145,13 @@ def _candidates(matrix: Matrix) -> Iterator[str]:
         yield from ("int4", "eights") if may_round(matrix) else ("int4",)
         yield from ("int8", "float16")
     elif matrix.dtype == torch.float32:
+        yield "native_plain"
         yield from ("packed", "packed_in_pieces", "transposed", "transposed_in_fours")
     else:
         if packed(matrix[:1]) is not None:  # oneDNN refuses to pack for a type without instructions
             yield from ("packed", "plain")
+        if matrix.dtype == torch.bfloat16:
+            yield "native_plain"
         yield "widened"
 
 

@@ -1,6 +1,7 @@
-"""A layout of quantized matrices for products in C, which round inputs to 8 bits.
+"""Layouts for products in C.
 
-It keeps 8-bit and 4-bit codes as they are. See kernels/native/products.c.
+A plain matrix is kept in tiles of its rows (kernels/native/plain.c). A quantized one keeps codes of
+8 or 4 bits, and inputs are rounded to 8 bits (kernels/native/products.c).
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from sidestep.executor.layers.layouts.rounding_layouts import is_large, may_roun
 from sidestep.kernels.native.library import NoLibraryError, kernel
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
 
+_TYPES = (torch.float32, torch.bfloat16)
 GROUP = 32
 """Columns whose products are summed in whole numbers."""
 _FOUR = 4
 """Codes of a row that lie side by side."""
+_FEWEST_NUMBERS = 1 << 16
+"""A smaller plain matrix gains little, and is filled up to whole tiles."""
 _LARGEST_MINIMUM = 1024.0
 """Largest minimum of a row, relative to its factor."""
 _ARGUMENTS = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32)
+_PLAIN_ARGUMENTS = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int32)
 _PACKED_AT_ONCE = 4096
 """Rows that are packed at a time, so that codes in a byte take little memory."""
 
 
 class _Matrix(Structure):
-    """What the kernel knows of a matrix: `Matrix` in products.c."""
+    """A matrix, as the kernel knows it: `Matrix` in products.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "minimums", "factors")),
@@ -73,6 +78,40 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
         repeat=groups if scales is None else -(-groups // scales.shape[1]),
     )
     return _product(launch, described, rows, kept), tuple(kept)
+
+
+def native_plain(matrix: Tensor) -> LaidOut | None:
+    """Keep a matrix in tiles of rows, for sums in the order of the columns."""
+    if matrix.dtype not in _TYPES or matrix.numel() < _FEWEST_NUMBERS:
+        return None
+    try:
+        launch = kernel("plain.c", "product", matrix.dtype, *_PLAIN_ARGUMENTS)
+        width = kernel("plain.c", "width", matrix.dtype)()
+    except NoLibraryError:
+        return None
+    rows, columns = matrix.shape
+    filled = pad(matrix, (0, 0, 0, -rows % width))
+    tiles = filled.view(-1, width, columns).transpose(1, 2).contiguous()
+
+    def product(x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty(len(x), rows)
+        failed = launch(
+            tiles.data_ptr(),
+            rows,
+            columns,
+            x.data_ptr(),
+            len(x),
+            x.stride(0),
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
+        if failed:
+            raise MemoryError("there is no memory for inputs in float32")
+        return out
+
+    return product, tiles
 
 
 def takes(matrix: CodedMatrix) -> bool:
@@ -148,7 +187,7 @@ def _filled_up(part: Tensor, tile: int) -> Tensor:
 
 def _kernel(dtype: torch.dtype) -> tuple[Callable[..., int], int] | None:
     """Return the kernel for a type of inputs, and the rows of a tile; None if there is none."""
-    if dtype not in (torch.float32, torch.bfloat16):
+    if dtype not in _TYPES:
         return None
     try:
         return (

@@ -93,7 +93,8 @@ def test_products_without_a_layout_that_agrees_are_computed_in_blocks_of_one_siz
     def by_number_of_rows(weight: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
         return lambda x: (x @ weight.T) * (1 + len(x) * 1e-6), weight
 
-    for name in ("transposed", "transposed_in_fours", "packed", "packed_in_pieces"):
+    names = "native_plain", "transposed", "transposed_in_fours", "packed", "packed_in_pieces"
+    for name in names:
         monkeypatch.setitem(cpu_product._LAYOUTS, name, by_number_of_rows)
     weight = torch.randn(40, 24)
     monkeypatch.setattr(cpu_product, "_chosen", {})
