@@ -69,8 +69,7 @@ class NativeAttention(AttentionBackend):
         if device.type != "cpu":
             return "it computes on a CPU"
         try:
-            for dtype in cls.dtypes:
-                _kernel(dtype)
+            _kernel(torch.float32)  # if this can be built, so can the others
         except NoLibraryError as error:
             return str(error)
         return None

@@ -209,6 +209,7 @@ int product(
 ) {
     int64_t groups = (matrix->inputs + GROUP - 1) / GROUP;
     int64_t tiles = (matrix->outputs + LANES - 1) / LANES;
+    if (!rows) return 0;
     /* Each thread rounds a few rows for itself: that takes less time than to wait for another. */
     int alone = rows * groups <= ROUNDED_ALONE, failed = 0;
     Rounded common = places(alone ? 1 : rows, groups);

@@ -5,6 +5,7 @@ A CPU without such products passes over the layout, and its tests with it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -164,6 +165,14 @@ def test_rows_of_a_matrix_may_be_zero() -> None:
     product = product_of(matrix)
     made = product(torch.randn(3, COLUMNS))
     assert not made[:, :4].any() and made.isfinite().all()
+
+
+def test_a_new_thread_may_begin_with_no_rows() -> None:
+    product, made = product_of(coded("int8", COLUMNS)), []
+    thread = threading.Thread(target=lambda: made.append(product(torch.empty(0, COLUMNS))))
+    thread.start()
+    thread.join()
+    assert made[0].shape == (0, ROWS)
 
 
 def test_the_memory_is_a_byte_a_number() -> None:
