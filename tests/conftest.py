@@ -15,9 +15,8 @@ import pytest
 from sidestep.ipc.config import cache_folder_of_environment, exact_products_environment
 from sidestep.kernels.native.library import keep_in
 
-os.environ.update(
-    exact_products_environment()
-)  # before torch loads MKL: tests run models in their own process too
+# Before torch loads its libraries: tests run models in their own process too, beside other tests.
+os.environ.update(exact_products_environment(), GOMP_SPINCOUNT="100")
 
 import torch
 from xdist.remote import Producer
