@@ -71,20 +71,27 @@ def test_outputs_do_not_depend_on_how_they_were_computed(dtype: str, engines: En
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_ranks_keep_the_same_keys_and_values(dtype: str, engines: Engines) -> None:
-    """Compare the prompts' logprobs: ranks add in another order, so codes may differ by one."""
+    """Compare the prompts' logprobs.
+
+    Ranks add in another order, so a few codes differ by one, which moves single logprobs as far as
+    codes do at most. The mean is a tenth of what the codes themselves change.
+    """
     alone, ranks = (
         run(engines.get(kv_cache_dtype=dtype, tensor_parallel_size=size)) for size in (1, 2)
     )
-    for one, other in zip(alone, ranks, strict=True):
-        assert one.prompt_logprobs is not None and other.prompt_logprobs is not None
+    errors = [
+        abs(theirs[token].logprob - mine[token].logprob)
+        for one, other in zip(alone, ranks, strict=True)
         for token, mine, theirs in zip(
             one.prompt_token_ids[1:],
-            one.prompt_logprobs[1:],
-            other.prompt_logprobs[1:],
+            (one.prompt_logprobs or [])[1:],
+            (other.prompt_logprobs or [])[1:],
             strict=True,
-        ):
-            assert mine is not None and theirs is not None
-            assert mine[token].logprob == pytest.approx(theirs[token].logprob, abs=0.05)
+        )
+        if mine is not None and theirs is not None
+    ]
+    assert len(errors) == sum(len(one.prompt_token_ids) - 1 for one in alone)
+    assert sum(errors) / len(errors) < 0.01 and max(errors) < 0.3
 
 
 def test_codes_are_near_the_model_and_let_longer_requests_in(engines: Engines) -> None:
