@@ -205,7 +205,7 @@ def worker_environment(cpu_threads: int) -> dict[str, str]:
         # Bounded spinning, for some 30 us: by default OpenMP's threads spin at each barrier. Where
         # other programs need the same cores, that costs more than half of the throughput. A thread
         # that sleeps at once takes some 50 us to wake up, at some hundred products a step.
-        "GOMP_SPINCOUNT": __import__("os").environ.get("TEST_SPIN", "100"),
+        "GOMP_SPINCOUNT": "2000",
         **exact_products_environment(),
         # Keep freed memory. Otherwise each large temporary is mapped, faulted in page by page and
         # unmapped again.

@@ -9,6 +9,7 @@ All sums are float. */
 
 #include "numbers.h"
 
+/* MOST_DIM and MOST_BLOCK stand in native_backend.py too, which refuses more. */
 enum { GROUP = 4, MOST_DIM = 512, MOST_BLOCK = 256, MOST_HEADS = 16 };
 
 /* What a layer has at every step. The order and the types are those of native_backend.py. */

@@ -4,9 +4,8 @@ LANES rows of the matrix are multiplied together, and up to MOST_ROWS rows of in
 one sum in the order of the columns, so that its bits do not depend on other rows or on threads. */
 
 #include <immintrin.h>
-#include <stdlib.h>
-#include <string.h>
 
+#include "memory.h"
 #include "numbers.h"
 
 #if defined(__AVX512BW__) && !defined(NARROW)
@@ -96,13 +95,7 @@ static void multiply_tile(
 /* Return inputs as floats, and their stride; null if there is no memory. */
 static const float *floats_of(const number *x, int64_t rows, int64_t inputs, int64_t *stride) {
 #ifdef BFLOAT16
-    static _Thread_local float *memory;
-    static _Thread_local int64_t held;
-    if (rows * inputs > held) {
-        free(memory);
-        memory = malloc(rows * inputs * sizeof(float));
-        held = memory ? rows * inputs : 0;
-    }
+    float *memory = (float *)memory_of_thread(rows * inputs * sizeof(float));
     for (int64_t t = 0; memory && t < rows; t++)
         for (int64_t k = 0; k < inputs; k++) memory[t * inputs + k] = wide(x[t * *stride + k]);
     *stride = inputs;

@@ -9,10 +9,9 @@ multiplied together: a vector has FOUR codes of each. In 4 bits it has eight of 
 four in the upper halves of the bytes. */
 
 #include <immintrin.h>
-#include <math.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "memory.h"
 #include "numbers.h"
 
 enum { GROUP = 32, FOUR = 4, MOST_ROWS = 8, MIDDLE_8 = 128, MIDDLE_4 = 8, LARGEST = 127 };
@@ -179,18 +178,6 @@ static void multiply_tile(
         row += 2;
     }
     if (row < rows) MULTIPLY(1);
-}
-
-/* Return this thread's memory of at least `size` bytes, which it keeps; null if there is none. */
-static char *memory_of_thread(size_t size) {
-    static _Thread_local char *memory;
-    static _Thread_local size_t held;
-    if (size > held) {
-        free(memory);
-        memory = malloc(size);
-        held = memory ? size : 0;
-    }
-    return memory;
 }
 
 /* Return places for rounded rows; places of null if there is no memory. */

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import Structure, c_int32, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sidestep.executor.layers.layouts.layout import LaidOut
+from sidestep.executor.layers.layouts.layout import LaidOut, Product
 from sidestep.executor.layers.layouts.rounding_layouts import is_large, may_round, rounded
 from sidestep.kernels.native.library import NoLibraryError, kernel
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
@@ -67,6 +68,7 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
     )
     assert factors is not None
     kept = [part for part in (codes, factors, scales, minimums) if part is not None]
+    width = by_row.group[1]
     described = _Matrix(
         codes=codes.data_ptr(),
         scales=0 if scales is None else scales.data_ptr(),
@@ -75,9 +77,9 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
         outputs=rows,
         inputs=columns,
         bits=4 if matrix.kind == "int4" else 8,
-        repeat=groups if scales is None else -(-groups // scales.shape[1]),
+        repeat=min(groups, -(-width // GROUP)),
     )
-    return _product(launch, described, rows, kept), tuple(kept)
+    return _product(launch, ctypes.byref(described), rows=rows, kept=kept), tuple(kept)
 
 
 def native_plain(matrix: Tensor) -> LaidOut | None:
@@ -93,25 +95,8 @@ def native_plain(matrix: Tensor) -> LaidOut | None:
     filled = pad(matrix, (0, 0, 0, -rows % width))
     tiles = filled.view(-1, width, columns).transpose(1, 2).contiguous()
 
-    def product(x: Tensor) -> Tensor:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty(len(x), rows)
-        failed = launch(
-            tiles.data_ptr(),
-            rows,
-            columns,
-            x.data_ptr(),
-            len(x),
-            x.stride(0),
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
-        if failed:
-            raise MemoryError("there is no memory for inputs in float32")
-        return out
-
-    return product, tiles
+    matrix_of = tiles.data_ptr(), rows, columns
+    return _product(launch, *matrix_of, rows=rows, kept=[tiles]), tiles
 
 
 def takes(matrix: CodedMatrix) -> bool:
@@ -125,21 +110,21 @@ def _is_kept(matrix: CodedMatrix) -> bool:
     return matrix.kind in ("int8", "int4") and (width % GROUP == 0 or width >= columns)
 
 
-def _product(
-    launch: Callable[..., int], matrix: _Matrix, rows: int, kept: list[Tensor]
-) -> Callable[[Tensor], Tensor]:
-    """Return a product. kept: the memory that the matrix points to."""
-    reference = ctypes.byref(matrix)
+def _product(launch: Callable[..., int], *matrix: Any, rows: int, kept: list[Tensor]) -> Product:
+    """Return a product. matrix: the kernel's first arguments; kept: the memory that they point to.
+
+    rows: of the matrix.
+    """
 
     def product(x: Tensor, kept: list[Tensor] = kept) -> Tensor:
         if x.stride(1) != 1:
             x = x.contiguous()
         out = x.new_empty(len(x), rows)
         failed = launch(
-            reference, x.data_ptr(), len(x), x.stride(0), out.data_ptr(), torch.get_num_threads()
+            *matrix, x.data_ptr(), len(x), x.stride(0), out.data_ptr(), torch.get_num_threads()
         )
         if failed:
-            raise MemoryError("there is no memory for rounded inputs")
+            raise MemoryError("there is no memory for the inputs of a product")
         return out
 
     return product
