@@ -2,7 +2,7 @@
 
     python benchmarks/host/cpu_coded_products.py [--threads 2] [--rows 1 8 64] [--seconds 0.5]
 
-The layouts of executor/layers/layouts/coded_layouts.py are based on these figures. A line has the
+The layouts of executor/layers/layouts/ are based on these figures. A line has the
 layout that is chosen for a form and a type of inputs, its bytes a weight, the microseconds of a
 product, and how often that is the speed of float32. Matrices of one kind alternate, as layers do;
 the shortest time counts, so that other programs disturb little.
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.models.weight_memory import weight_bytes
+from sidestep.ipc.config import cache_folder_of_environment
+from sidestep.kernels.native.library import keep_in
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes
 
 SHAPES = ((2048, 1024), (1024, 1024), (8192, 1024), (1024, 4096), (32000, 1024))
@@ -97,6 +99,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--seconds", type=float, default=0.5)
     options = parser.parse_args()
+    keep_in(cache_folder_of_environment())
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     print(f"{torch.backends.cpu.get_cpu_capability()}, {options.threads} threads")
