@@ -34,7 +34,8 @@ from sidestep.kernels.triton.rms_norm_triton import rms_norm
 
 WIDE_GROUP = Model("Qwen3-30B-A3B-like", 2048, 32, 4, 6144, 151936, 48, 12, head_norms=True)
 """Its inner size is that of the 8 experts of a token."""
-ALL_MODELS = {model.name: model for model in (*MODELS, WIDE_GROUP)}
+LARGE_HEADS = Model("Qwen3-Next-like", 2048, 16, 2, 5632, 151936, 12, 12, 256, head_norms=True)
+ALL_MODELS = {model.name: model for model in (*MODELS, WIDE_GROUP, LARGE_HEADS)}
 
 
 def variants(model: Model) -> dict[str, DecodeConfig]:
@@ -42,11 +43,13 @@ def variants(model: Model) -> dict[str, DecodeConfig]:
     general = replace(decode_config(model.head_dim, 2, model.heads), few=None)
     few = {
         "32p4s2": FewConfig(),
+        "32p4s2 early": FewConfig(next_early=True),
         "32p4s3": FewConfig(stages=3),
+        "32p2s3": FewConfig(stages=3, programs_per_processor=2),
         "64p2s2": FewConfig(tile=64, programs_per_processor=2),
-        "64p2s2 early": FewConfig(tile=64, programs_per_processor=2, next_early=True),
         "64p2s3": FewConfig(tile=64, stages=3, programs_per_processor=2),
-        "64p3s2": FewConfig(tile=64, programs_per_processor=3),
+        "64p2s2 early": FewConfig(tile=64, programs_per_processor=2, next_early=True),
+        "16p8s2": FewConfig(tile=16, programs_per_processor=8),
     }
     return {
         "general": general,
@@ -142,7 +145,8 @@ def _compile(index: int, of: int, names: list[str]) -> None:
     torch.cuda.set_device(0)
     configs = [(m, c) for m in names for c in variants(ALL_MODELS[m]).values()]
     for name, config in configs[index::of]:
-        errors(ALL_MODELS[name], [70], config)
+        for lengths in ([70], [70, 70]):
+            errors(ALL_MODELS[name], lengths, config)
 
 
 def _report(model: Model, rows: int, context: int, ceilings: Ceilings) -> None:

@@ -82,7 +82,7 @@ class Paged:
         """Return the work of the kernel of few rows, if the scratch has one; plan comes before."""
         if scratch.few is None:
             return None
-        work = scratch.few.new_work()
+        work = scratch.few.new_work(len(self.decode_ends))
         scratch.few.plan(
             work, self.decode_ends, self.seq_lens, self.slots, self.tables, self.block_size, 0
         )

@@ -123,7 +123,7 @@ class TritonAttention(AttentionBackend):
         self._works = {}
         if few is not None and few.takes(_FEW_ROWS, setup.block_size):
             for layer, window in enumerate(shape.windows):
-                self._works[window, shape.place(layer).group] = few.new_work()
+                self._works[window, shape.place(layer).group] = few.new_work(_FEW_ROWS)
         self._step: _Step | None = None
 
     def begin_step(self, batch: StepBatch) -> None:

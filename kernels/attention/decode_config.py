@@ -18,8 +18,8 @@ class FewConfig:
     num_warps: int = 4
     programs_per_processor: int = 4
     min_tiles: int = 1
-    combined: int = 8192
-    """Numbers of other programs' parts that a program takes at once."""
+    combined: int = 32
+    """Parts of a single row that a program adds up at once; of several rows it is half as many."""
     next_early: bool = False
     most_rows: int = 1
     """The most rows of a step that are few: with 8, none of the configurations that were tried is
@@ -98,7 +98,7 @@ def config_of(
 
 def few_config(head_dim: int, itemsize: int, group: int) -> FewConfig | None:
     """Return the configuration of few rows, or None for heads that their kernel does not take."""
-    if itemsize != 2 or head_dim not in (64, 128) or group > 8:
+    if itemsize != 2 or head_dim not in (64, 128, 256) or group > 16:
         return None
     return FewConfig()
 

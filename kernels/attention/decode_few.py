@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from sidestep.kernels.attention.decode_config import FewConfig
-from sidestep.kernels.attention.decode_few_gluon import ABSENT, _decode_few
+from sidestep.kernels.attention.decode_few_gluon import _decode_few
 from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
+from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.attention.scores_triton import LOG2_E
 from sidestep.kernels.launch import num_processors, pdl
+
+MOST_COMBINED = 32
+"""The most parts of a row that a program adds up at once."""
 
 
 class FewScratch:
@@ -27,17 +30,17 @@ class FewScratch:
     ) -> None:
         self.config = config
         self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
-        group = triton.next_power_of_2(num_heads // num_kv_heads)
-        width = max(16, triton.next_power_of_2(head_dim))
-        shape = (self.parts * num_kv_heads, group, width)
-        self.partial = torch.full(shape, ABSENT.value, dtype=torch.int32, device=device)
-        self.stats = torch.full(
-            (shape[0], 2, group), ABSENT.value, dtype=torch.int32, device=device
+        group = num_heads // num_kv_heads
+        # A program that adds parts up also reads places behind them.
+        places = (self.parts + MOST_COMBINED) * num_kv_heads
+        self.partial, self.stats = (
+            torch.full(shape, ABSENT.value, dtype=torch.int32, device=device)
+            for shape in ((places, group, head_dim), (places, group))
         )
 
-    def new_work(self) -> Tensor:
-        """Return memory for a plan."""
-        return self.partial.new_zeros(self.parts, COLUMNS)
+    def new_work(self, rows: int) -> Tensor:
+        """Return memory for a plan of at most this many rows."""
+        return self.partial.new_zeros(self.parts + rows, COLUMNS)
 
     def takes(self, rows: int, page: int) -> bool:
         """Return whether this many rows leave parts enough, and blocks have whole tiles."""
@@ -84,14 +87,15 @@ def decode_few(
 ) -> None:
     """Compute what `decode_attention` does with a `rope`, for few rows.
 
-    work: from plan_few, for the scratch's parts and tile.
+    work: from plan_few, for the scratch's parts and tile. It has places for the rows of `out` that
+    are decodes; `out` may have more rows.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads, config = twice_kv_heads // 2, scratch.config
-    group, wide = num_heads // kv_heads, max(16, triton.next_power_of_2(dim))
-    padded = triton.next_power_of_2(group)
-    assert len(work) == scratch.parts
-    _decode_few[(scratch.parts * kv_heads,)](
+    group = num_heads // kv_heads
+    rows = min(len(out), len(work) - scratch.parts)
+    assert rows > 0 and config.combined <= MOST_COMBINED
+    _decode_few[(scratch.parts * kv_heads + rows * num_heads,)](
         q,
         cache,
         block_tables,
@@ -109,16 +113,16 @@ def decode_few(
         scale * LOG2_E.value,
         rope.eps,
         sinks,
+        scratch.parts,
         kv_heads,
         group,
-        padded,
         dim,
         page,
         config.tile,
         config.stages,
         window,
         softcap,
-        max(2, min(16, config.combined // (padded * wide))),
+        config.combined if rows == 1 else config.combined // 2,
         rope.norms is not None,
         config.next_early,
         num_warps=config.num_warps,

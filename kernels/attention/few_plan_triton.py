@@ -1,6 +1,7 @@
 """Plan of decode attention of few rows: the work of each program, listed on the device once a step.
 
-A program so finds all that it needs to ask for its first keys in one place, with one load.
+A program so finds all that it needs to ask for its first keys in one place, with one load. Rows
+are listed behind the programs, for those that add their parts up.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import completes
 
 COLUMNS = 8
-"""Columns of the list: row, slot, length, first tile, end of tiles, the row's first part, block of
-the first tile, and block of the next one. The row is negative if there is no work."""
+"""Columns of the list of parts: row, slot, length, first tile, end of tiles, nothing, block of the
+first tile, and block of the next one. The list of rows comes behind it: row, slot, length, first
+part, end of parts, and nothing. The row is negative if there is no work."""
 
 
 @completes("work")
@@ -47,7 +49,9 @@ def _plan_few(
     firsts = tl.zeros([ROWS], tl.int32)
     if WINDOW:
         firsts = tl.maximum(lengths - WINDOW, 0) // TILE
-    tiles = tl.where(ends > before, tl.cdiv(lengths, TILE) - firsts, 0)
+    # The new token is in no tile: a row of one token has none.
+    exists = ends > before
+    tiles = tl.where(exists, tl.cdiv(lengths - 1, TILE) - firsts, 0)
     total = tl.sum(tiles, 0)
     # All parts but the rows' last ones have the same number of tiles: the least that is tried with
     # which PARTS are enough. The most that may be needed is among those that are tried.
@@ -56,7 +60,14 @@ def _plan_few(
     sizes = least + tl.cdiv(most - least, ROWS - 1) * rows
     needed = tl.sum(tl.cdiv(tiles[None, :], sizes[:, None]), 1)
     quota = tl.min(tl.where(needed <= PARTS, sizes, most), 0)
-    part_ends = tl.cumsum(tl.cdiv(tiles, quota), 0)
+    part_counts = tl.cdiv(tiles, quota)
+    part_ends = tl.cumsum(part_counts, 0)
+    place = work + (PARTS + rows) * 8
+    tl.store(place, tl.where(exists, rows, -1))
+    tl.store(place + 1, slot)
+    tl.store(place + 2, lengths)
+    tl.store(place + 3, part_ends - part_counts)
+    tl.store(place + 4, part_ends)
     # By part.
     part = tl.arange(0, SIZE)
     behind = part_ends[None, :] <= part[:, None]
@@ -80,8 +91,6 @@ def _plan_few(
     tl.store(place + 2, length, mask=listed)
     tl.store(place + 3, tl.where(there, tile, 0), mask=listed)
     tl.store(place + 4, tl.where(there, stop, 0), mask=listed)
-    # A part is the row's last one if its tiles end with the row's.
-    tl.store(place + 5, first_part * 2 + (stop == end).to(tl.int32), mask=listed)
     tl.store(place + 6, block, mask=listed)
     tl.store(place + 7, following, mask=listed)
 
@@ -101,10 +110,10 @@ def plan_few(
     """List the work of the programs of each head.
 
     tile_ends: from plan_attention, with any tile; it only tells which rows there are. work int32
-    [parts, COLUMNS], written: there are at least twice as many parts as tile_ends has rows. Column
-    5 is twice the row's first part, and one more for its last part.
+    [parts + rows, COLUMNS], written: there are at least twice as many parts as tile_ends has rows.
     """
-    parts, rows = len(work), len(tile_ends)
+    rows = len(tile_ends)
+    parts = len(work) - rows
     assert 2 * rows <= parts, "too many rows"
     _plan_few[(1,)](
         tile_ends,

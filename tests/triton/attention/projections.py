@@ -26,7 +26,7 @@ from tests.triton.support import (
 
 def planned(batch: Batch, scratch: FewScratch, tile_ends: Tensor, window: int) -> Tensor:
     """Return the plan of few rows."""
-    work = guarded(torch.zeros(scratch.parts, COLUMNS, dtype=torch.int32))
+    work = guarded(torch.zeros(scratch.parts + len(tile_ends), COLUMNS, dtype=torch.int32))
     scratch.plan(
         work,
         tile_ends,

@@ -1,4 +1,4 @@
-"""Decode attention of few rows, by the kernel that takes the other programs' parts as they come.
+"""Decode attention of few rows, by the kernel whose last programs take parts as they come.
 
 The references are those of tests/triton/attention/test_decode_attention.py.
 """
@@ -13,7 +13,7 @@ import torch
 from sidestep.kernels.attention import decode_attention_triton, decode_few
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch
 from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig
-from sidestep.kernels.attention.decode_few_gluon import ABSENT
+from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.launch import has_pdl
 from tests.triton.attention.projections import check_projections
 from tests.triton.batches import SCORES, Batch, Shape, make_batch, with_scores, without_padding
@@ -69,6 +69,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
         (Shape(6, 2, 128, 32), 16, 45),
         (Shape(8, 1, 128, 128), 30, 0),
         (Shape(5, 5, 64, 64), 17, 100),
+        (Shape(16, 2, 256, 64), 40, 0),
     ],
     ids=str,
 )
@@ -91,7 +92,7 @@ def test_lengths_around_the_borders_of_tiles(window: int, check: Check) -> None:
         check(batch, parts, window=window)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 12, 16])
 def test_groups_of_query_heads(group: int, check: Check) -> None:
     batch = make_batch(Shape(group, 1, 128, 64), [1, 300, 90], DTYPE, seed=group)
     check(batch, 16)
@@ -102,10 +103,17 @@ def test_groups_of_query_heads(group: int, check: Check) -> None:
 def test_rows_of_any_number_of_parts(length: int, stages: int, check: Check) -> None:
     """Cover rows of one part, of parts of several tiles, and of more parts than are taken at once.
 
-    A second launch takes the scratch as the first one left it.
+    A second launch takes the scratch as the first one left it. More parts are taken at once
+    where there is a single row.
     """
-    batch = make_batch(Shape(2, 1, 128, 64), [length], DTYPE)
-    check(batch, 40, stages=stages, launches=2)
+    for lengths in ([length], [length, 1, 5]):
+        check(make_batch(Shape(2, 1, 128, 64), lengths, DTYPE), 40, stages=stages, launches=2)
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_other_tiles(tile: int, check: Check) -> None:
+    batch = make_batch(Shape(4, 1, 128, 64), [1, 17, 64, 65, 300], DTYPE)
+    check(batch, 20, tile=tile, window=70)
 
 
 def test_programs_may_be_given_a_least_number_of_tiles(check: Check) -> None:

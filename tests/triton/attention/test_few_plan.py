@@ -14,14 +14,14 @@ TILE = 16
 
 def planned(
     lengths: list[int], parts: int, window: int = 0, min_tiles: int = 1, page: int = 32
-) -> list[list[int]]:
-    """Return the list of a batch, whose rows need not be in the order of their slots.
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the parts and the rows of a batch, whose rows need not be in the order of their slots.
 
-    The blocks that it names are replaced by whether they are those of the tiles.
+    Slots, lengths and the blocks of tiles are checked here.
     """
     batch = make_batch(Shape(page=page), lengths, DTYPE)
     ends, _ = batch.plan(TILE, 16, window)
-    work = poisoned(parts, COLUMNS, dtype=torch.int32)
+    work = poisoned(parts + len(ends), COLUMNS, dtype=torch.int32)
     with unchanged(**batch.inputs, ends=ends):
         plan_few(
             ends,
@@ -36,7 +36,7 @@ def planned(
         )
     assert_margins_untouched(work)
     listed: list[list[int]] = []
-    for row, slot, length, tile, stop, kind, *blocks in work.tolist():
+    for row, slot, length, tile, stop, _, *blocks in work[:parts].tolist():
         if row < 0:
             listed.append([row])
             continue
@@ -44,8 +44,14 @@ def planned(
         table = batch.block_tables[slot]
         tiles = (tile, min(tile + 1, stop - 1))
         assert blocks == [int(table[index * TILE // page]) for index in tiles]
-        listed.append([row, tile, stop, kind // 2, kind % 2])
-    return listed
+        listed.append([row, tile, stop])
+    rows: list[list[int]] = []
+    for index, (row, slot, length, first, end, *_) in enumerate(work[parts:].tolist()):
+        assert row == (index if index < len(lengths) else -1)
+        if row >= 0:
+            assert slot == batch.slots[row] and length == lengths[row]
+            rows.append([first, end])
+    return listed, rows
 
 
 @pytest.mark.parametrize("window", [0, 1, 16, 40])
@@ -56,37 +62,33 @@ def planned(
     ids=str,
 )
 def test_each_tile_of_each_row_is_in_one_part(lengths: list[int], parts: int, window: int) -> None:
-    listed = planned(lengths, parts, window)
+    """Tiles are those of the tokens of earlier steps: a row of one token has no part."""
+    listed, rows = planned(lengths, parts, window)
     busy = [entry for entry in listed if entry[0] >= 0]
     assert listed == busy + [[-1]] * (parts - len(busy))
     sizes = []
     for row, length in enumerate(lengths):
         own = [(part, entry) for part, entry in enumerate(busy) if entry[0] == row]
-        first = own[0][0]
+        first, end = rows[row]
+        assert [part for part, _ in own] == list(range(first, end))
         at = max(0, length - window) // TILE if window else 0
-        for part, (_, tile, stop, first_part, is_last) in own:
-            assert (tile, first_part) == (at, first)
-            assert is_last == (part == own[-1][0])
-            assert stop > tile
+        for _, (_, tile, stop) in own:
+            assert tile == at and stop > tile
             sizes.append(stop - tile)
             at = stop
-        assert at == -(-length // TILE)
+        assert at == -(-(length - 1) // TILE)
     # No part is larger than an even share, but for what rows do not share.
-    assert max(sizes) <= -(-sum(sizes) // (parts - 16)) + 1
+    assert max(sizes, default=0) <= -(-sum(sizes) // (parts - 16)) + 1
 
 
 def test_the_least_number_of_tiles_is_kept_to() -> None:
-    assert planned([100], 32, min_tiles=4) == [
-        [0, 0, 4, 0, 0],
-        [0, 4, 7, 0, 1],
-        *[[-1]] * 30,
-    ]
+    listed, rows = planned([100], 32, min_tiles=4)
+    assert listed == [[0, 0, 4], [0, 4, 7], *[[-1]] * 30]
+    assert rows == [[0, 2]]
 
 
 def test_as_many_parts_as_there_are_serve_long_rows() -> None:
-    assert [entry[1:] for entry in planned([512], 32)] == [
-        [tile, tile + 1, 0, int(tile == 31)] for tile in range(32)
-    ]
+    assert planned([512], 32)[0] == [[0, tile, tile + 1] for tile in range(32)]
 
 
 def test_too_few_parts_are_refused() -> None:

@@ -39,9 +39,9 @@ def launch_few(
     )
     if scratch.few is None or not scratch.few.takes(16, page):
         return
-    work, tables, rows = scratch.few.new_work(), i32(_SLOTS, 600), i32(16)
+    work, tables, rows = scratch.few.new_work(16), i32(_SLOTS, 600), i32(16)
     scratch.few.plan(work, rows, rows, rows, tables, page, window)
-    for softcap, sinks in ((None, None), (50.0, f32(model.heads))):
+    for softcap, sinks, count in ((None, None, 1), (50.0, f32(model.heads), 16)):
         decode_attention_triton.decode_attention(
             q,
             cache,
@@ -49,7 +49,7 @@ def launch_few(
             rows,
             rows,
             rows,
-            bf16(16, model.heads * model.dim),
+            bf16(count, model.heads * model.dim),
             scratch,
             num_heads=model.heads,
             window=window,

@@ -42,7 +42,7 @@ COMMON = {
 MEETINGS = {"_pushed": 0, "_one_shot": 1, "_two_shot": 2}
 ATTENTION = {"_qkv_rope", "_plan", "_decode", "_prefill"}
 FEW = {"_plan_few", "_decode_few"}
-FEW_MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-0.5B")
+FEW_MODELS = ("Qwen3-0.6B", "Llama-3.1-8B", "Qwen2.5-0.5B", "Gemma-like")
 """Models whose heads the kernel of few rows takes, on Hopper and later."""
 PRODUCTS = {
     80: {"_gemv", "_skinny"},
