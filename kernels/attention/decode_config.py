@@ -15,15 +15,14 @@ class FewConfig:
     tile: int = 32
     stages: int = 2
     """Tiles of keys and values that are on their way at once."""
-    num_warps: int = 4
+    num_warps: int = 2
     programs_per_processor: int = 4
-    min_tiles: int = 1
-    combined: int = 32
+    min_tiles: int = 2
+    combined: int = 16
     """Parts of a single row that a program adds up at once; of several rows it is half as many."""
-    next_early: bool = False
-    most_rows: int = 1
-    """The most rows of a step that are few: with 8, none of the configurations that were tried is
-    faster than the general kernel for all models."""
+    next_early: bool = True
+    most_rows: int = 8
+    """The most rows of a step that are few."""
 
 
 @dataclass(frozen=True)

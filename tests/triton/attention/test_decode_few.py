@@ -110,6 +110,12 @@ def test_rows_of_any_number_of_parts(length: int, stages: int, check: Check) -> 
         check(make_batch(Shape(2, 1, 128, 64), lengths, DTYPE), 40, stages=stages, launches=2)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_every_launch_ends(rows: int, check: Check) -> None:
+    """Launch often: a program that misses a part, while another clears it, waits for ever."""
+    check(make_batch(Shape(8, 1, 128, 64), [1000] * rows, DTYPE), 60, launches=200)
+
+
 @pytest.mark.parametrize("tile", [16, 64])
 def test_other_tiles(tile: int, check: Check) -> None:
     batch = make_batch(Shape(4, 1, 128, 64), [1, 17, 64, 65, 300], DTYPE)
