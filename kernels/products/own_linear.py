@@ -30,6 +30,7 @@ from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
 from sidestep.kernels.products.streamed_config import StreamedConfig
 from sidestep.kernels.products.tuned.tuned_products import PRODUCTS, ROWS
 from sidestep.kernels.products.tuned.tuned_shares import SHARES
+from sidestep.kernels.products.tuned.tuned_steps import STREAMED_ALONE
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
 Config = SkinnyConfig | StreamedConfig | CodedConfig
@@ -54,6 +55,8 @@ def choose(
     It is the tuned one if the size is known.
     """
     sizes = num_outputs, num_inputs, gated
+    if hopper and tokens == 1 and sizes in STREAMED_ALONE:
+        return streamed.config(tokens, *sizes)
     kind = PRODUCTS.get(sizes)
     if hopper and kind is not None and tokens <= ROWS[-1]:
         found = kind[next(i for i, rows in enumerate(ROWS) if tokens <= rows)]
