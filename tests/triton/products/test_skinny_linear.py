@@ -18,6 +18,7 @@ from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfi
 from sidestep.kernels.products.streamed_config import StreamedConfig
 from sidestep.kernels.products.tuned.tuned_products import PRODUCTS
 from sidestep.kernels.products.tuned.tuned_products import ROWS as TUNED_ROWS
+from sidestep.kernels.products.tuned.tuned_steps import STREAMED_ALONE
 from tests.triton.support import (
     DTYPE,
     DTYPES,
@@ -379,6 +380,14 @@ def test_the_tuned_choices_are_such_as_the_kernels_take(shape: tuple[int, int, b
             assert config.block_n % 8 == 0 or tokens == 1
             assert config.block_k % (32 * config.num_warps) == 0
     assert choose(TUNED_ROWS[-1] + 1, *shape, hopper=True) is None
+
+
+@pytest.mark.parametrize("shape", STREAMED_ALONE, ids=str)
+def test_one_row_that_is_streamed_has_the_bits_of_several(shape: tuple[int, int, bool]) -> None:
+    alone, several = (choose(tokens, *shape, hopper=True) for tokens in (1, 8))
+    assert isinstance(alone, StreamedConfig)
+    assert alone == several, "rows of x are filled up to eight, and sums have the same order"
+    assert not isinstance(choose(1, *shape, hopper=False), StreamedConfig)
 
 
 @pytest.mark.parametrize("gated", [False, True])
