@@ -349,6 +349,8 @@ def _stacked(
     """Return the matrices of these experts as one. They are loaded one by one."""
     first = on_device(matrix(experts[0]))
     stack = first.room_for(len(experts))
+    if stack.is_meta:
+        return stack  # all are alike without memory, and thousands take more than a minute
     stack.put(0, first)
     for index, expert in enumerate(experts[1:], 1):
         stack.put(index, on_device(matrix(expert)))

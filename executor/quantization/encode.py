@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
-from sidestep.kernels.quantized.coded_matrix import MIDDLE, TABLES, CodedMatrix, pack_halves
+from sidestep.kernels.quantized.coded_matrix import (
+    MIDDLE,
+    ROUNDED,
+    TABLES,
+    CodedMatrix,
+    pack_halves,
+)
 
 _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0, "fp4": 6.0}
 """Largest number that a code stands for; of int4 without zeros."""
@@ -28,6 +34,8 @@ def encode(weight: Tensor, scheme: WeightScheme, *, finds_zeros: bool = False) -
     """
     rows, columns = weight.shape
     height, width = scheme.rows or rows, scheme.columns or columns
+    if weight.is_meta:
+        return _without_memory(weight, scheme, height, width)
     groups = _in_groups(weight, height, width)
     minimums: Tensor | None = None
     zeros: Tensor | None = None
@@ -53,6 +61,28 @@ def encode(weight: Tensor, scheme: WeightScheme, *, finds_zeros: bool = False) -
         dtype=weight.dtype,
         zeros=None if zeros is None else by_group(zeros).to(torch.uint8),
         minimums=None if minimums is None else by_group(minimums),
+        activations=scheme.activations,
+    )
+
+
+def _without_memory(weight: Tensor, scheme: WeightScheme, height: int, width: int) -> CodedMatrix:
+    """Return what `encode` does, in shapes alone: arithmetic would take seconds for a model."""
+    rows, columns = weight.shape
+    kind = scheme.kind
+    if kind == "fp8" or kind == "int8":
+        codes = weight.new_empty(rows, columns, dtype=ROUNDED[kind])
+    else:
+        codes = weight.new_empty(rows, columns // 2, dtype=torch.uint8)
+    scales = weight.new_empty(-(-rows // height), -(-columns // width), dtype=torch.float32)
+    has_zeros = kind == "int4" and scheme.offset and not scheme.fitted
+    return CodedMatrix(
+        kind=kind,
+        codes=codes,
+        scales=scales,
+        group=(height, width),
+        dtype=weight.dtype,
+        zeros=scales.to(torch.uint8) if has_zeros else None,
+        minimums=scales if scheme.fitted else None,
         activations=scheme.activations,
     )
 
@@ -152,5 +182,5 @@ def _codes(scaled: Tensor, scheme: WeightScheme) -> Tensor:
     if scheme.kind == "int4":
         return pack_halves(scaled.clamp(0, _LEVELS).to(torch.uint8))
     numbers, order = torch.tensor(TABLES[scheme.kind], device=scaled.device).sort()
-    nearest = torch.bucketize(scaled, (numbers[1:] + numbers[:-1]) / 2)
+    nearest = torch.bucketize(scaled.contiguous(), (numbers[1:] + numbers[:-1]) / 2)
     return pack_halves(order[nearest].to(torch.uint8))

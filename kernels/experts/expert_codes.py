@@ -56,6 +56,11 @@ class ExpertCodes(NamedTuple):
         return self.words.shape[-2]
 
     @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory."""
+        return self.words.is_meta
+
+    @property
     def num_experts(self) -> int:
         """The number of matrices of a stack."""
         return len(self.words)

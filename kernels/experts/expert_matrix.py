@@ -42,6 +42,11 @@ class ExpertMatrix(NamedTuple):
         return self.values.shape[-2], self.values.shape[-1]
 
     @property
+    def is_meta(self) -> bool:
+        """Whether it has no memory."""
+        return self.values.is_meta
+
+    @property
     def num_experts(self) -> int:
         """The number of matrices of a stack."""
         return len(self.values)

@@ -10,18 +10,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sidestep.executor.layers.experts import CpuExperts, SeparateExperts, on_device
+from sidestep.executor.layers.experts import CpuExperts, GpuExperts, SeparateExperts, on_device
 from sidestep.executor.layers.packed_experts import Matrix, unpack_experts
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import find_experts
 from sidestep.executor.parallel.parallel_state import LoneRank
-from sidestep.executor.weights.weight_loader import SafetensorsWeights
+from sidestep.executor.quantization.quantized_files import EncodedMatrices
+from sidestep.executor.weights.weight_loader import NoWeights, SafetensorsWeights, Shape
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import with_whole_experts
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.ipc.model.layer_split import stage_of
 from sidestep.ipc.model.model_size import num_parameters
 from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec, WeightScheme
 from sidestep.kernels.ops.routing import Routed
 from tests.counting_weights import CountingWeights
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, write_model
@@ -62,6 +64,27 @@ def test_a_checkpoint_that_lacks_an_expert_is_refused(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "model.safetensors")
     with pytest.raises(EngineStartError, match=f"lacks {name}"):
         make_runner(path)
+
+
+@pytest.mark.parametrize("scheme", [None, WeightScheme(kind="fp8")], ids=str)
+def test_without_memory_one_expert_stands_for_all(scheme: WeightScheme | None) -> None:
+    """Kernels are compiled from shapes. All experts of Qwen3-30B-A3B in FP8 took 79 seconds."""
+    spec = ExpertsSpec(num_experts=64, num_chosen=2, width=32)
+
+    class CountingNoWeights(NoWeights):
+        count = 0
+
+        def get(
+            self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
+        ) -> Tensor:
+            self.count += 1
+            return super().get(name, shape, rows, columns)
+
+    weights = CountingNoWeights(torch.bfloat16, torch.device("meta"))
+    if scheme is not None:
+        weights.matrices = EncodedMatrices(QuantizationSpec(method="fp8", default=scheme))
+    GpuExperts(SeparateExperts(spec, 64, weights, "mlp", LoneRank(0, 1)))
+    assert weights.count == 3
 
 
 def pack(path: str, folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,31 @@ def test_the_head_and_the_embedding_stay_plain(choice: str, tmp_path: Path) -> N
     head = head.to_dense() if head.is_mkldnn else head
     assert head.shape == read["lm_head.weight"].shape
     assert torch.equal(head, read["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(WeightScheme(kind=kind, activations=kind) for kind in ("fp8", "int8")),
+        WeightScheme(kind="fp8", rows=0),
+        WeightScheme(kind="fp8", rows=24, columns=20),
+        WeightScheme(kind="int8", columns=16, offset=True),
+        WeightScheme(kind="int4", columns=32),
+        WeightScheme(kind="int4", columns=32, offset=True),
+        WeightScheme(kind="int4", columns=32, offset=True, fitted=True),
+        WeightScheme(kind="nf4", columns=64),
+    ],
+    ids=str,
+)
+def test_matrices_without_memory_have_the_shapes_of_others(scheme: WeightScheme) -> None:
+    """Kernels are compiled for the one kind, and launched for the other."""
+
+    def form(device: str) -> list[Any]:
+        matrix = encode(torch.ones(50, 70, dtype=torch.bfloat16, device=device), scheme)
+        values = [getattr(matrix, field.name) for field in fields(matrix)]
+        return [
+            (one.shape, one.dtype, one.stride()) if isinstance(one, Tensor) else one
+            for one in values
+        ]
+
+    assert form("meta") == form("cpu")
