@@ -118,6 +118,8 @@ class AttentionSetup:
     """Most rows of a step."""
     queries: tuple[int, ...] = (1,)
     """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
+    coded_products: bool = False
+    """Whether the weights of the products before and behind attention are in codes."""
     memory: KvMemory | None = None
     """The blocks of these layers, where other backends share them; None to allocate them."""
 

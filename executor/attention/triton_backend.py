@@ -104,6 +104,7 @@ class TritonAttention(AttentionBackend):
                     shape.num_kv_heads,
                     queries,
                     bytes_of_codes=coded,
+                    coded_products=setup.coded_products,
                 ),
                 queries,
             )

@@ -81,6 +81,7 @@ class StepKernels:
         self._memory = memory
         self.model = model
         self.num_blocks = num_blocks
+        quantization = setup.args.spec.quantization
         self.attention = open_attention(
             setup.backend,
             AttentionSetup(
@@ -95,6 +96,7 @@ class StepKernels:
                 norm_eps=setup.args.spec.norm.eps,
                 max_rows=setup.limits.max_num_seqs,
                 queries=tuple(1 + tier for tier in tiers_of(setup.limits.num_drafts)),
+                coded_products=quantization is not None and not quantization.is_empty,
             ),
         )
         self.recurrent = (

@@ -56,7 +56,7 @@ class FewScratch:
         page: int,
         window: int,
     ) -> None:
-        """List the programs' work: see plan_few."""
+        """List the programs' work: see plan_few. `slots` has the rows of the step alone."""
         plan_few(
             tile_ends,
             seq_lens,
@@ -66,7 +66,7 @@ class FewScratch:
             tile=self.config.tile,
             page=page,
             window=window,
-            min_tiles=self.config.min_tiles,
+            min_tiles=self.config.of(len(slots)).min_tiles,
         )
 
 
@@ -91,9 +91,10 @@ def decode_few(
     are decodes; `out` may have more rows.
     """
     _, twice_kv_heads, page, dim = cache.shape
-    kv_heads, config = twice_kv_heads // 2, scratch.config
+    kv_heads = twice_kv_heads // 2
     group = num_heads // kv_heads
     rows = min(len(out), len(work) - scratch.parts)
+    config = scratch.config.of(rows)
     assert rows > 0 and config.combined <= MOST_COMBINED
     _decode_few[(scratch.parts * kv_heads + rows * num_heads,)](
         q,

@@ -32,8 +32,18 @@ def launch_few(
     window: int,
 ) -> None:
     """Launch attention of few rows and its plan, for heads that have them."""
+    # Beside plain products, one row of a wide model has a configuration of its own.
+    for coded in (False, True):
+        _launch(model, q, cache, rope, window, coded_products=coded)
+
+
+def _launch(
+    model: Heads, q: Tensor, cache: Tensor, rope: Rope, window: int, *, coded_products: bool
+) -> None:
     page = cache.shape[2]
-    config = decode_config.config_of(model.dim, 2, model.heads, model.kv_heads, 1)
+    config = decode_config.config_of(
+        model.dim, 2, model.heads, model.kv_heads, 1, coded_products=coded_products
+    )
     scratch = decode_attention_triton.DecodeScratch(
         model.heads, model.kv_heads, model.dim, 16, q.device, config
     )
