@@ -234,6 +234,8 @@ def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix | ExpertCodes:
         raise EngineStartError(f"model: {error}") from None
 
 
+_TOGETHER = 32 << 20
+"""Bytes of matrices in codes that are repacked together."""
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
     "apart": SeparateExperts,
     "interleaved": FusedExperts,
@@ -346,15 +348,34 @@ class GpuExperts:
 def _stacked(
     matrix: Callable[[int], ExpertMatrix | CodedMatrix], experts: Sequence[int]
 ) -> ExpertMatrix | ExpertCodes:
-    """Return the matrices of these experts as one. They are loaded one by one."""
+    """Return the matrices of these experts as one. Small ones in codes are repacked together."""
     first = on_device(matrix(experts[0]))
     stack = first.room_for(len(experts))
     if stack.is_meta:
         return stack  # all are alike without memory, and thousands take more than a minute
     stack.put(0, first)
-    for index, expert in enumerate(experts[1:], 1):
-        stack.put(index, on_device(matrix(expert)))
+    together = max(1, _TOGETHER // first.nbytes)
+    for begin in range(1, len(experts), together):
+        end = min(begin + together, len(experts))
+        given = [matrix(expert) for expert in experts[begin:end]]
+        coded = [one for one in given if isinstance(one, CodedMatrix)]
+        if len(coded) == len(given):
+            stack.put(slice(begin, end), _codes_of(coded))
+        else:
+            for place, one in enumerate(given, begin):
+                stack.put(place, on_device(one))
     return stack
+
+
+def _codes_of(matrices: Sequence[CodedMatrix]) -> ExpertCodes:
+    """Return experts' matrices in codes as a GPU's kernels take them, as one.
+
+    Raises EngineStartError for groups that no kernel reads, and for matrices of several forms.
+    """
+    try:
+        return ExpertCodes.of_all(matrices)
+    except ValueError as error:
+        raise EngineStartError(f"model: {error}") from None
 
 
 class ExpertsPart(NamedTuple):

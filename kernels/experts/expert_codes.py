@@ -6,6 +6,7 @@ four of a step of 128 columns in one word.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from sidestep.kernels.quantized.coded_matrix import (
     CodedMatrix,
     Codes,
     rounded_to_bytes,
+    stack,
 )
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix, with_simple_groups
 
@@ -97,6 +99,18 @@ class ExpertCodes(NamedTuple):
         return cls(found.words, bias, scales, coding)
 
     @classmethod
+    def of_all(cls, matrices: Sequence[CodedMatrix]) -> ExpertCodes:
+        """Return several experts' coded matrices as one, repacked at once.
+
+        That takes as many launches as one matrix: a model may have thousands. Raises ValueError
+        for groups that no kernel reads, and for matrices of several forms.
+        """
+        count, rows = len(matrices), matrices[0].shape[0]
+        words, bias, scales, coding = cls.of(stack([_with_rows_of_its_own(m) for m in matrices]))
+        scales = scales.unflatten(1, (count, -1)).transpose(0, 1)
+        return cls(words.unflatten(0, (count, rows)), bias, scales, coding)
+
+    @classmethod
     def of_mxfp4(cls, matrix: ExpertMatrix) -> ExpertCodes:
         """Return an expert's matrix of MXFP4, from bytes as they are stored."""
         assert matrix.scales is not None
@@ -124,10 +138,16 @@ class ExpertCodes(NamedTuple):
         bias = None if self.bias is None else room(self.bias)
         return ExpertCodes(room(self.words), bias, room(self.scales), self.coding)
 
-    def put(self, index: int, matrix: tuple[object, ...]) -> None:
-        """Write one expert's matrix into that of all experts."""
+    def put(self, index: int | slice, matrix: tuple[object, ...]) -> None:
+        """Write one expert's matrix, or those of several, into that of all experts."""
         *parts, coding = matrix
         assert coding == self.coding, f"{coding} among {self.coding}"
         for whole, part in zip(self[:3], parts, strict=True):
             if whole is not None and isinstance(part, Tensor):
                 whole[index] = part
+
+
+def _with_rows_of_its_own(matrix: CodedMatrix) -> CodedMatrix:
+    """Return a matrix whose groups have no more rows than it has."""
+    height, width = matrix.group
+    return replace(matrix, group=(min(height, matrix.shape[0]), width))

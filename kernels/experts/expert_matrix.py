@@ -65,8 +65,8 @@ class ExpertMatrix(NamedTuple):
         bias, scales = (None if part is None else room(part) for part in (self.bias, self.scales))
         return ExpertMatrix(room(self.values), bias, scales)
 
-    def put(self, index: int, matrix: tuple[object, ...]) -> None:
-        """Write one expert's matrix into that of all experts."""
+    def put(self, index: int | slice, matrix: tuple[object, ...]) -> None:
+        """Write one expert's matrix, or those of several, into that of all experts."""
         for whole, part in zip(self, matrix, strict=True):
             if whole is not None and isinstance(part, Tensor):
                 whole[index] = part

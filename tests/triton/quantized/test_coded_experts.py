@@ -54,6 +54,24 @@ def exact(x: Tensor, routed: Routed, gate_up: list[CodedMatrix], down: list[Code
     return out
 
 
+@pytest.mark.parametrize("nan", [False, True])
+@pytest.mark.parametrize(
+    "form", [*FORMS, Form("int4", 32, minimums=True), Form("nf4", 64)], ids=str
+)
+@pytest.mark.parametrize("rows", [64, 128, 200])
+def test_experts_repacked_together_are_those_repacked_one_by_one(
+    form: Form, rows: int, nan: bool
+) -> None:
+    given = [matrix_of(form, rows, 256, DTYPE, seed) for seed in range(EXPERTS)]
+    if nan and form.kind == "fp8":
+        given[1].codes.view(torch.uint8)[rows - 1, 3] = 127
+    together, apart = ExpertCodes.of_all(given), [ExpertCodes.of(one) for one in given]
+    assert all(one.coding == together.coding for one in apart)
+    assert torch.equal(together.words, torch.stack([one.words for one in apart]))
+    scales = torch.stack([one.scales for one in apart])
+    torch.testing.assert_close(together.scales, scales, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("form", FORMS, ids=str)
