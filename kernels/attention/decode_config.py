@@ -24,8 +24,7 @@ class FewConfig:
     most_rows: int = 8
     """The most rows of a step that are few."""
     alone: FewConfig | None = None
-    """What a single row has in place of this; None for the same. Tiles and programs must be the
-    same."""
+    """The configuration of a single row, with the same tiles and programs; None for this one."""
 
     def of(self, rows: int) -> FewConfig:
         """Return the configuration for this many rows."""
