@@ -7,7 +7,7 @@ expert parallelism, some whole experts. The sum over ranks is the same for both.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,8 @@ from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+
+T = TypeVar("T")
 
 
 class Router:
@@ -228,8 +230,13 @@ def on_device(matrix: ExpertMatrix | CodedMatrix) -> ExpertMatrix | ExpertCodes:
     """
     if isinstance(matrix, ExpertMatrix):
         return matrix if matrix.scales is None else ExpertCodes.of_mxfp4(matrix)
+    return _coded(ExpertCodes.of, matrix)
+
+
+def _coded(repacked: Callable[[T], ExpertCodes], given: T) -> ExpertCodes:
+    """Return repacked codes. Raises EngineStartError where `repacked` raises ValueError."""
     try:
-        return ExpertCodes.of(matrix)
+        return repacked(given)
     except ValueError as error:
         raise EngineStartError(f"model: {error}") from None
 
@@ -360,22 +367,11 @@ def _stacked(
         given = [matrix(expert) for expert in experts[begin:end]]
         coded = [one for one in given if isinstance(one, CodedMatrix)]
         if len(coded) == len(given):
-            stack.put(slice(begin, end), _codes_of(coded))
+            stack.put(slice(begin, end), _coded(ExpertCodes.of_all, coded))
         else:
             for place, one in enumerate(given, begin):
                 stack.put(place, on_device(one))
     return stack
-
-
-def _codes_of(matrices: Sequence[CodedMatrix]) -> ExpertCodes:
-    """Return experts' matrices in codes as a GPU's kernels take them, as one.
-
-    Raises EngineStartError for groups that no kernel reads, and for matrices of several forms.
-    """
-    try:
-        return ExpertCodes.of_all(matrices)
-    except ValueError as error:
-        raise EngineStartError(f"model: {error}") from None
 
 
 class ExpertsPart(NamedTuple):

@@ -80,9 +80,8 @@ class ExpertCodes(NamedTuple):
         """
         if matrix.kind not in ("fp8", "int8", "int4") or matrix.minimums is not None:
             matrix = rounded_to_bytes(matrix)
-        matrix = with_simple_groups(matrix)
-        rows, _ = matrix.shape
-        height = min(matrix.group[0], rows)
+        matrix = _with_rows_of_its_own(with_simple_groups(matrix))
+        rows, height = matrix.shape[0], matrix.group[0]
         if rows % height:
             matrix, height = matrix.with_row_scales(), 1
         if matrix.kind == "int4" and matrix.zeros is None:

@@ -75,7 +75,8 @@ def test_two_ranks_keep_the_same_keys_and_values(dtype: str, engines: Engines) -
 
     Ranks add in another order, so a few codes differ by one. Neighbours of fp8 lie up to 12 %
     apart, and those of four bits a fifteenth of a head's range, so that one such code moves a
-    logprob by more than 0.05. The mean is a sixth of what codes of fp8 change in the bundled model.
+    logprob by more than 0.05: of one token in 50 at most. The mean is a sixth of what codes of fp8
+    change in the bundled model.
     """
     alone, ranks = (
         run(engines.get(kv_cache_dtype=dtype, tensor_parallel_size=size)) for size in (1, 2)
@@ -92,7 +93,9 @@ def test_two_ranks_keep_the_same_keys_and_values(dtype: str, engines: Engines) -
         if mine is not None and theirs is not None
     ]
     assert len(errors) == sum(len(one.prompt_token_ids) - 1 for one in alone)
-    assert sum(errors) / len(errors) < 0.005 and max(errors) < (0.05 if dtype == "int8" else 0.2)
+    assert sum(errors) / len(errors) < 0.005 and max(errors) < 0.2
+    far = [error for error in errors if error >= 0.05]
+    assert len(far) <= (0 if dtype == "int8" else len(errors) // 50), far
 
 
 def test_codes_are_near_the_model_and_let_longer_requests_in(engines: Engines) -> None:
