@@ -226,6 +226,7 @@ def test_a_chat_that_waits_says_how_many_are_before_it_and_the_queue_fits_a_tele
 ) -> None:
     server = make_server("--max-num-seqs", "2", step_ms=5)
     page = open_page(server, viewport={"width": 390, "height": 800})
+    endless(page)  # an answer whose first token is the end of sequence has no words
     with streams(server, 9):
         ask(page, "hello")
         expect(page.locator(".waits")).to_have_text("Waiting, 7 before you.")
@@ -237,3 +238,4 @@ def test_a_chat_that_waits_says_how_many_are_before_it_and_the_queue_fits_a_tele
     expect(page.locator(".assistant .words")).not_to_be_empty()
     expect(page.locator(".waits")).to_have_count(0)
     page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".meter")).to_have_text(re.compile(r"stopped$"))
