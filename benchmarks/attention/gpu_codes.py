@@ -25,8 +25,8 @@ from benchmarks.kernels.gpu_attention import Decode
 from benchmarks.kernels.gpu_compilation import in_processes
 from benchmarks.kernels.gpu_models import MODELS, Model
 from benchmarks.kernels.gpu_timing import L2_BYTES, Call, attempt
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.decode_config import DecodeConfig, config_of
-from sidestep.kernels.attention.kv_codes_triton import CodedCache
 from sidestep.kernels.ops.kv_quantization import CodeFormat, dequantize, quantize
 
 BITS = {"model": 16, "fp8": 8, "int8": 8, "int4": 4}

@@ -23,9 +23,10 @@ from sidestep.executor.attention.base import (
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.attention.decode_config import config_of
-from sidestep.kernels.attention.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.gpu import gpu_of
@@ -185,12 +186,11 @@ class TritonAttention(AttentionBackend):
         table = setup.rotary[shape.table(layer)]
         rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
         out = qkv.new_empty(qkv.shape[0], shape.num_heads * shape.head_dim)
-        # Several queries of a row attend to one another's keys, so all keys are written before. A
-        # query attends to codes as they are read, so they are written before too.
+        # Several queries of a row attend to one another's keys, so all keys are written before. But
+        # for few rows, codes are written before too: a query attends to them as they are read.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
-        writes_plain = shape.source(layer) == layer and isinstance(self._layers[layer], Tensor)
-        if one_each and qkv.shape[0] <= _FEW_ROWS and writes_plain:
-            self._attend_decodes(step, layer, qkv, out, rope, sinks)
+        if one_each and qkv.shape[0] <= _FEW_ROWS and self._writes_as_it_attends(step, layer):
+            self._attend_decodes(step, layer, qkv, out, rope, sinks, kv_scales)
             return out
         qkv_rope(
             qkv,
@@ -211,6 +211,20 @@ class TritonAttention(AttentionBackend):
         else:
             self._attend_both(step, layer, qkv, out, sinks)
         return out
+
+    def _writes_as_it_attends(self, step: _Step, layer: int) -> bool:
+        """Return whether the layer's attention takes projections in a step of one query a row."""
+        cache, shape = self._layers[layer], self._shape
+        if shape.source(layer) != layer:
+            return False
+        if isinstance(cache, Tensor):
+            return True
+        few = step.scratch.few
+        if few is None or (shape.windows[layer], shape.place(layer).group) not in step.works:
+            return False
+        config = few.config.of(len(step.rows.slots))
+        tiles = config.tile, config.num_warps, config.stages
+        return takes_codes(cache, self._setup.dtype, shape.num_heads, *tiles)
 
     def _attend_both(
         self, step: _Step, layer: int, qkv: Tensor, out: Tensor, sinks: Tensor | None
@@ -238,6 +252,7 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         rope: Rope | None,
         sinks: Tensor | None,
+        kv_scales: Tensor | None = None,
     ) -> None:
         rows, window = step.rows, self._shape.windows[layer]
         group = self._shape.place(layer).group
@@ -259,6 +274,7 @@ class TritonAttention(AttentionBackend):
             queries=rows.queries,
             valid_lens=rows.valid_lens,
             few_work=step.works.get((window, group)) if rope is not None else None,
+            kv_scales=kv_scales,
         )
 
     def _attend_prompts(

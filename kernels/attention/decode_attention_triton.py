@@ -22,18 +22,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
-from sidestep.kernels.attention.decode_config import DecodeConfig
-from sidestep.kernels.attention.decode_few import FewScratch, decode_few
-from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
-from sidestep.kernels.attention.kv_codes_triton import (
+from sidestep.kernels.attention.common.kv_codes_triton import (
     CodedCache,
     load_coded,
     parts_of,
     times_scales,
 )
+from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
+from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
+from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_few import FewScratch, decode_few
+from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
-from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import has_pdl, num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
 
@@ -379,6 +379,7 @@ def decode_attention(
     queries: int = 1,
     valid_lens: Tensor | None = None,
     few_work: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Compute each decode row's attention over all its keys, or the last `window` of them (0: all).
 
@@ -396,32 +397,24 @@ def decode_attention(
     denominator has. With `rope`, which takes one query a row, q is [R.., (H + 2 KVH) * D], the
     projections, and each row's new key and value are written to the cache; without, they are there
     already. few_work, which goes with `rope`: the plan of scratch.few for these rows, whose kernel
-    is then taken.
+    is then taken. It alone takes codes with a `rope`, and then kv_scales as of qkv_rope.
     """
     assert 1 <= queries <= scratch.queries
     assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
     if few_work is not None:
-        assert rope is not None and scratch.few is not None and isinstance(cache, Tensor)
+        assert rope is not None and scratch.few is not None
         decode_few(
-            q,
-            cache,
-            block_tables,
-            few_work,
-            out,
-            scratch.few,
-            num_heads=num_heads,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            rope=rope,
-        )
+            q, cache, block_tables, few_work, out, scratch.few,
+            num_heads=num_heads, window=window, scale=scale, softcap=softcap, sinks=sinks,
+            rope=rope, kv_scales=kv_scales,
+        )  # fmt: skip
         return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
+    tiles = scratch.config.tile, scratch.config.num_warps, scratch.config.num_stages
     if (
         isinstance(cache, CodedCache)
         and queries == 1
-        and takes_codes(q, cache, scratch.config, num_heads)
+        and takes_codes(cache, q.dtype, num_heads, *tiles)
     ):
         decode_codes(
             q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.memory, scratch.config,

@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.scores_triton import LOG2_E
 from sidestep.kernels.attention.decode_codes_gluon import _decode_codes
 from sidestep.kernels.attention.decode_config import DecodeConfig
-from sidestep.kernels.attention.kv_codes_triton import CodedCache
-from sidestep.kernels.attention.scores_triton import LOG2_E
 from sidestep.kernels.launch import has_pdl, pdl
 
 _FORMATS, _DIMS, _MOST_HEADS = ("fp8", "int8"), (64, 128), 16
@@ -17,18 +17,23 @@ _ALIGNED = 64
 """The bytes of which a block's place is a multiple, so that copies of 16 are whole."""
 
 
-def takes_codes(q: Tensor, cache: CodedCache, config: DecodeConfig, num_heads: int) -> bool:
-    """Return whether the kernel takes these queries, one a row, and codes."""
+def takes_codes(
+    cache: CodedCache, dtype: torch.dtype, num_heads: int, tile: int, num_warps: int, stages: int
+) -> bool:
+    """Return whether kernels in Gluon take these codes and heads, one query a row, in such tiles.
+
+    dtype: of the queries.
+    """
     _, twice_kv_heads, page, dim = cache.shape
     return (
-        has_pdl(q.device)
+        has_pdl(cache.codes.device)
         and cache.format in _FORMATS
-        and q.dtype in (torch.bfloat16, torch.float16)
+        and dtype in (torch.bfloat16, torch.float16)
         and dim in _DIMS
         and 2 * num_heads // twice_kv_heads <= _MOST_HEADS
-        and page % config.tile == 0
-        and config.tile % (16 * config.num_warps) == 0
-        and 2 <= config.num_stages <= 8
+        and page % tile == 0
+        and tile % (16 * num_warps) == 0
+        and 2 <= stages <= 8
         and cache.codes.stride(0) % _ALIGNED == 0
         and cache.codes.storage_offset() % _ALIGNED == 0
     )

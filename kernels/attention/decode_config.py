@@ -98,20 +98,27 @@ def config_of(
             tile=64, num_warps=4, programs_per_processor=2, min_tiles_of_several=1, combined=8192
         )
     config = decode_config(head_dim, itemsize, num_heads)
+    # Tiles of codes are for two warps, which plain products would change.
+    few = few_config(
+        head_dim, itemsize, num_heads, num_kv_heads, coded=coded_products or bytes_of_codes
+    )
     if bytes_of_codes and head_dim <= 128:
         config = replace(config, num_stages=_STAGES_OF_CODES)
-    few = few_config(head_dim, itemsize, num_heads, num_kv_heads, coded_products=coded_products)
+        few = few and replace(few, stages=_STAGES_OF_CODES)
     return replace(config, few=few)
 
 
 def few_config(
-    head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, *, coded_products: bool
+    head_dim: int, itemsize: int, num_heads: int, num_kv_heads: int, *, coded: bool
 ) -> FewConfig | None:
-    """Return the configuration of few rows, or None for heads that their kernel does not take."""
+    """Return the configuration of few rows, or None for heads that their kernel does not take.
+
+    coded: whether weights, or keys and values, are in codes.
+    """
     group = num_heads // num_kv_heads
     if itemsize != 2 or head_dim not in (64, 128, 256) or group > 16:
         return None
-    if num_heads * head_dim >= _WIDE and group <= _SMALL_GROUP and not coded_products:
+    if num_heads * head_dim >= _WIDE and group <= _SMALL_GROUP and not coded:
         return FewConfig(alone=_BESIDE_PLAIN_PRODUCTS)
     return FewConfig()
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_of
+from sidestep.kernels.attention.common.scores_triton import LOG2_E
 from sidestep.kernels.attention.decode_config import FewConfig
 from sidestep.kernels.attention.decode_few_gluon import _decode_few
 from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
 from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.attention.qkv_rope_triton import Rope
-from sidestep.kernels.attention.scores_triton import LOG2_E
 from sidestep.kernels.launch import num_processors, pdl
 
 MOST_COMBINED = 32
@@ -72,7 +73,7 @@ class FewScratch:
 
 def decode_few(
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | CodedCache,
     block_tables: Tensor,
     work: Tensor,
     out: Tensor,
@@ -84,6 +85,7 @@ def decode_few(
     rope: Rope,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Compute what `decode_attention` does with a `rope`, for few rows.
 
@@ -96,9 +98,11 @@ def decode_few(
     rows = min(len(out), len(work) - scratch.parts)
     config = scratch.config.of(rows)
     assert rows > 0 and config.combined <= MOST_COMBINED
+    memory, numbers, numbers_stride, code_format = parts_of(cache)
+    words = memory.view(torch.int32) if code_format else memory
     _decode_few[(scratch.parts * kv_heads + rows * num_heads,)](
         q,
-        cache,
+        memory,
         block_tables,
         work,
         out,
@@ -114,6 +118,11 @@ def decode_few(
         scale * LOG2_E.value,
         rope.eps,
         sinks,
+        words,
+        words.stride(0),
+        numbers,
+        numbers_stride,
+        kv_scales,
         scratch.parts,
         kv_heads,
         group,
@@ -125,6 +134,7 @@ def decode_few(
         softcap,
         config.combined if rows == 1 else config.combined // 2,
         rope.norms is not None,
+        code_format,
         config.next_early,
         num_warps=config.num_warps,
         **pdl(q),

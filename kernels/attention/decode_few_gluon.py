@@ -15,6 +15,9 @@ this kernel differs from the general one (decode_attention_triton.py):
   no second trip. A program waits for programs of smaller numbers alone, which start before it: so
   it never waits for one that cannot start.
 
+Where keys and values are codes, they are attended to as they are stored
+(few_codes_gluon.py), the new token too.
+
 It is written in Gluon, Triton's lower level, because Triton can express neither these layouts nor
 these copies.
 """
@@ -26,8 +29,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from sidestep.kernels.attention.few_sums_gluon import LOWEST, bits_of, combine, turned
-from sidestep.kernels.attention.scores_triton import bounded
+from sidestep.kernels.attention.common.scores_triton import bounded
+from sidestep.kernels.attention.few_codes_gluon import attend_to_codes
+from sidestep.kernels.attention.few_sums_gluon import (
+    LOWEST,
+    bits_of,
+    combine,
+    part_entry,
+    turned_queries,
+    turns_of,
+)
 from sidestep.kernels.launch_order import reads_early
 
 # Triton 3.9 has these by other names than 3.6.
@@ -117,14 +128,7 @@ def _attend(
     head = gl.program_id(0) % KVH
     part = gl.program_id(0) // KVH
     # 1. Ask for everything that the kernel before does not write (see kernels/launch.py).
-    entry = work + part * 8
-    row = gl.load(entry)
-    slot = gl.load(entry + 1)
-    length = gl.load(entry + 2)
-    tile = gl.load(entry + 3)
-    stop = gl.load(entry + 4)
-    block = gl.load(entry + 6)
-    next_block = gl.load(entry + 7)
+    row, slot, length, tile, stop, block, next_block = part_entry(work, part)
     # Idle programs return at once. The first one waits in any case, so that no later kernel
     # overtakes the one before.
     if (row < 0) & (part > 0):
@@ -162,13 +166,7 @@ def _attend(
         async_copy.commit_group()
     # The block of the tile that is asked for next.
     block = gl.load(table + gl.maximum(gl.minimum(tile + STAGES, stop - 1), 0) * TILE // PAGE)
-    h = gl.arange(0, H, layout=gl.SliceLayout(0, QL))
-    c = gl.load(cos + stored * H + h)[None, :]
-    s = gl.load(sin + stored * H + h)[None, :]
-    low_weight, high_weight = c, c
-    if NORM:
-        low_weight = gl.load(q_weight + h).to(gl.float32)[None, :]
-        high_weight = gl.load(q_weight + H + h).to(gl.float32)[None, :]
+    turns = turns_of(cos, sin, q_weight, stored, QL, H, NORM)
     if PDL:
         tl.extra.cuda.gdc_wait()
         if NEXT_EARLY:
@@ -176,12 +174,7 @@ def _attend(
     if row < 0:
         return
     # 2. Norm and rotate the row's queries.
-    m = gl.arange(0, 16, layout=gl.SliceLayout(1, QL))
-    source = q + row * q_stride + (head * G + m)[:, None] * D + h[None, :]
-    inside = (m < G)[:, None] & (h < H)[None, :]
-    low = gl.load(source, mask=inside, other=0.0)
-    high = gl.load(source + H, mask=inside, other=0.0)
-    low, high = turned(low, high, low_weight, high_weight, c, s, eps, D, NORM)
+    low, high = turned_queries(q + row * q_stride, head * G, turns, eps, QL, 16, G, D, NORM)
     low_rows = gl.allocate_shared_memory(dtype, [16, H], SWIZZLED, low)
     high_rows = gl.allocate_shared_memory(dtype, [16, H], SWIZZLED, high)
     _barrier()
@@ -281,6 +274,11 @@ def _decode_few(
     scale,
     eps,
     sinks,
+    words,
+    words_stride,
+    numbers,
+    numbers_stride,
+    kv_scales,
     PARTS: gl.constexpr,
     KVH: gl.constexpr,
     G: gl.constexpr,
@@ -292,39 +290,73 @@ def _decode_few(
     SOFTCAP: gl.constexpr,
     COMBINED: gl.constexpr,
     NORM: gl.constexpr,
+    FORMAT: gl.constexpr,
     NEXT_EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     if gl.program_id(0) < PARTS * KVH:
-        _attend(
-            q,
-            cache,
-            block_tables,
-            work,
-            partial,
-            stats,
-            cos,
-            sin,
-            q_weight,
-            q_stride,
-            table_stride,
-            block_stride,
-            scale,
-            eps,
-            KVH,
-            G,
-            D,
-            PAGE,
-            TILE,
-            STAGES,
-            WINDOW,
-            SOFTCAP,
-            NORM,
-            NEXT_EARLY,
-            PDL,
-            num_warps,
-        )
+        if FORMAT != "":
+            attend_to_codes(
+                q,
+                words,
+                numbers,
+                block_tables,
+                work,
+                partial,
+                stats,
+                cos,
+                sin,
+                q_weight,
+                q_stride,
+                table_stride,
+                words_stride,
+                numbers_stride,
+                scale,
+                eps,
+                KVH,
+                G,
+                D,
+                PAGE,
+                TILE,
+                STAGES,
+                WINDOW,
+                SOFTCAP,
+                NORM,
+                FORMAT,
+                NEXT_EARLY,
+                PDL,
+                num_warps,
+            )
+        else:
+            _attend(
+                q,
+                cache,
+                block_tables,
+                work,
+                partial,
+                stats,
+                cos,
+                sin,
+                q_weight,
+                q_stride,
+                table_stride,
+                block_stride,
+                scale,
+                eps,
+                KVH,
+                G,
+                D,
+                PAGE,
+                TILE,
+                STAGES,
+                WINDOW,
+                SOFTCAP,
+                NORM,
+                NEXT_EARLY,
+                PDL,
+                num_warps,
+            )
     else:
         combine(
             gl.program_id(0) - PARTS * KVH,
@@ -346,6 +378,9 @@ def _decode_few(
             scale,
             eps,
             sinks,
+            numbers,
+            numbers_stride,
+            kv_scales,
             KVH,
             G,
             D,
@@ -353,6 +388,7 @@ def _decode_few(
             SOFTCAP,
             COMBINED,
             NORM,
+            FORMAT,
             PDL,
             num_warps,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sidestep.kernels.attention.scores_triton import LOG2_E
+from sidestep.kernels.attention.common.scores_triton import LOG2_E
 
 
 @triton.jit

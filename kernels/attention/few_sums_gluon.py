@@ -1,4 +1,7 @@
-"""Sums of the parts of decode attention of few rows, by the last programs of its kernel."""
+"""Sums of the parts of decode attention of few rows, by the last programs of its kernel.
+
+Before them stands what the programs that leave parts share.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
+from sidestep.kernels.attention.common.kv_codes_triton import code_of, rounded_up
+from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
 
 LOWEST = gl.constexpr(-3.0e38)
 ABSENT = gl.constexpr(-1)
@@ -41,6 +45,78 @@ def turned(low, high, low_weight, high_weight, c, s, eps, D: gl.constexpr, NORM:
 
 
 @gluon.jit
+def part_entry(work, part):
+    """Return row, slot, length, tile, stop, block and next block of a part (few_plan_triton.py)."""
+    entry = work + part * 8
+    row = gl.load(entry)
+    slot = gl.load(entry + 1)
+    length = gl.load(entry + 2)
+    tile = gl.load(entry + 3)
+    stop = gl.load(entry + 4)
+    return row, slot, length, tile, stop, gl.load(entry + 6), gl.load(entry + 7)
+
+
+@gluon.jit
+def turns_of(cos, sin, q_weight, stored, layout: gl.constexpr, H: gl.constexpr, NORM: gl.constexpr):
+    """Return what turned_queries needs of memory that no kernel writes: [1, H] each."""
+    h = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
+    c = gl.load(cos + stored * H + h)[None, :]
+    s = gl.load(sin + stored * H + h)[None, :]
+    low_weight, high_weight = c, c
+    if NORM:
+        low_weight = gl.load(q_weight + h).to(gl.float32)[None, :]
+        high_weight = gl.load(q_weight + H + h).to(gl.float32)[None, :]
+    return low_weight, high_weight, c, s
+
+
+@gluon.jit
+def turned_queries(
+    queries,
+    first,
+    turns,
+    eps,
+    layout: gl.constexpr,
+    ROWS: gl.constexpr,
+    G: gl.constexpr,
+    D: gl.constexpr,
+    NORM: gl.constexpr,
+):
+    """Return both halves [ROWS, D / 2] of a row's G query heads from `first` on, 0 behind them."""
+    H: gl.constexpr = D // 2
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    h = gl.arange(0, H, layout=gl.SliceLayout(0, layout))
+    source = queries + (first + m)[:, None] * D + h[None, :]
+    inside = (m < G)[:, None] & (h < H)[None, :]
+    low = gl.load(source, mask=inside, other=0.0)
+    high = gl.load(source + H, mask=inside, other=0.0)
+    return turned(low, high, turns[0], turns[1], turns[2], turns[3], eps, D, NORM)
+
+
+@gluon.jit
+def _coded(low, high, given, kv_head, FORMAT: gl.constexpr):
+    """Return the halves of a head as codes, and its scale.
+
+    given: float16 [2 KVH], scales that replace those of the heads where they are not 0, or None.
+    """
+    LARGEST: gl.constexpr = 127.0 if FORMAT == "int8" else 448.0
+    low, high = low.to(gl.float32), high.to(gl.float32)
+    half = rounded_up(gl.max(gl.maximum(gl.abs(low), gl.abs(high)), 0) / LARGEST)
+    if given is not None:
+        own = gl.load(given + kv_head)
+        half = gl.where(own > 0.0, own, half)
+    scale = half.to(gl.float32)
+    return code_of(low, scale, FORMAT), code_of(high, scale, FORMAT), half
+
+
+@gluon.jit
+def _decoded(code, half, FORMAT: gl.constexpr):
+    """Return the numbers that codes and their scale stand for."""
+    if FORMAT == "fp8":
+        code = code.to(gl.float8e4nv, bitcast=True)
+    return code.to(gl.float32) * half.to(gl.float32)
+
+
+@gluon.jit
 def combine(
     index,
     q,
@@ -61,6 +137,9 @@ def combine(
     scale,
     eps,
     sinks,
+    numbers,
+    numbers_stride,
+    kv_scales,
     KVH: gl.constexpr,
     G: gl.constexpr,
     D: gl.constexpr,
@@ -68,12 +147,14 @@ def combine(
     SOFTCAP: gl.constexpr,
     COMBINED: gl.constexpr,
     NORM: gl.constexpr,
+    FORMAT: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Add up the parts of one query head of a row, and the new token, which no part has.
 
-    Each warp has dimensions of its own, of all parts.
+    Each warp has dimensions of its own, of all parts. In a cache of codes (FORMAT), the new token
+    is attended to as it is stored.
     """
     H: gl.constexpr = D // 2
     ACROSS: gl.constexpr = H // (4 * num_warps)
@@ -113,12 +194,27 @@ def combine(
     low_value, high_value = gl.load(given + KVH * D), gl.load(given + KVH * D + H)
     low, high = turned(low, high, low_q_weight, high_q_weight, c, s, eps, D, NORM)
     low_key, high_key = turned(low_key, high_key, low_k_weight, high_k_weight, c, s, eps, D, NORM)
+    low_stored, high_stored = low_key, high_key
+    low_stored_value, high_stored_value = low_value, high_value
+    if FORMAT != "":
+        low_stored, high_stored, key_scale = _coded(low_key, high_key, kv_scales, head, FORMAT)
+        low_key = _decoded(low_stored, key_scale, FORMAT)
+        high_key = _decoded(high_stored, key_scale, FORMAT)
+        low_stored_value, high_stored_value, value_scale = _coded(
+            low_value, high_value, kv_scales, KVH + head, FORMAT
+        )
+        low_value = _decoded(low_stored_value, value_scale, FORMAT)
+        high_value = _decoded(high_stored_value, value_scale, FORMAT)
     if query_head % G == 0:
         target = cache + new_block * block_stride + head * (PAGE * D) + stored % PAGE * D + h
-        gl.store(target, low_key)
-        gl.store(target + H, high_key)
-        gl.store(target + KVH * (PAGE * D), low_value)
-        gl.store(target + KVH * (PAGE * D) + H, high_value)
+        gl.store(target, low_stored)
+        gl.store(target + H, high_stored)
+        gl.store(target + KVH * (PAGE * D), low_stored_value)
+        gl.store(target + KVH * (PAGE * D) + H, high_stored_value)
+        if FORMAT != "":
+            place = numbers + new_block * numbers_stride + head * PAGE + stored % PAGE
+            gl.store(place, key_scale)
+            gl.store(place + KVH * PAGE, value_scale)
     top = gl.sum(
         low.to(gl.float32) * low_key.to(gl.float32) + high.to(gl.float32) * high_key.to(gl.float32),
         0,

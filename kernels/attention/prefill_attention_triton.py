@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sidestep.kernels.attention.kv_codes_triton import (
+from sidestep.kernels.attention.common.kv_codes_triton import (
     CodedCache,
     load_coded,
     parts_of,
     times_scales,
 )
-from sidestep.kernels.attention.scores_triton import LOG2_E, bounded
+from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
 from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.launch_order import reads_early
 

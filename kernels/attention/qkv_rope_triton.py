@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.attention.kv_codes_triton import CodedCache, parts_of, store_coded
-from sidestep.kernels.attention.scores_triton import bounded
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_of, store_coded
+from sidestep.kernels.attention.common.scores_triton import bounded
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import reads_early
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.ops.kv_quantization import CODE_TYPES, CodeFormat, dequantize, quantize
 from tests.triton.batches import Batch
 from tests.triton.support import INTERPRETED, poisoned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,15 +43,36 @@ def planned(batch: Batch, scratch: FewScratch, tile_ends: Tensor, window: int) -
     return work
 
 
-def check_projections(
-    batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
-) -> None:
-    """Check attention of the projections before they are in the cache.
+class Projected(NamedTuple):
+    """The projections of a batch's last tokens, and what is made of them.
 
-    The keys and values of the rows' last tokens are not in the cache yet.
+    q_weight, k_weight: of the norms; cos, sin: tables; query, key, value [rows, heads, D], normed
+    and turned in the batch's type; targets: block and place of each row's token in the cache.
     """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    targets: list[tuple[int, int]]
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The tensors that no kernel may write to."""
+        return {name: getattr(self, name) for name in ("q_weight", "k_weight", "cos", "sin")}
+
+    def rope(self, *, with_norms: bool) -> Rope:
+        """Return what the kernel does with them."""
+        norms = (self.q_weight, self.k_weight) if with_norms else None
+        return Rope(self.cos, self.sin, norms, EPS)
+
+
+def projected(batch: Batch, *, with_norms: bool) -> Projected:
+    """Put new keys and values beside the queries of the batch's decode rows, and turn them."""
     shape, dtype, rows = batch.shape, batch.q.dtype, batch.num_decode
-    assert rows == batch.decode_tokens
     values = Values(rows + shape.dim)
     q_weight, k_weight = (guarded(values.normal(shape.dim, dtype=dtype)) for _ in range(2))
     cos, sin = rotary_tables(shape.dim, max(batch.lengths))
@@ -66,6 +88,20 @@ def check_projections(
         (int(batch.block_tables[batch.slots[row], n // shape.page]), n % shape.page)
         for row, n in enumerate(at.tolist())
     ]
+    return Projected(q_weight, k_weight, cos, sin, query, key, value.to(dtype), targets)
+
+
+def check_projections(
+    batch: Batch, scratch: DecodeScratch, window: int = 0, *, with_norms: bool = False
+) -> None:
+    """Check attention of the projections before they are in the cache.
+
+    The keys and values of the rows' last tokens are not in the cache yet.
+    """
+    shape, rows = batch.shape, batch.num_decode
+    assert rows == batch.decode_tokens
+    new = projected(batch, with_norms=with_norms)
+    query, key, value, targets = new.query, new.key, new.value, new.targets
     for row, (block, offset) in enumerate(targets):
         batch.cache[block, :, offset] = float("nan")
         batch.keys[row][-1], batch.values[row][-1] = key[row], value[row]
@@ -73,10 +109,7 @@ def check_projections(
     with (
         unchanged(
             **{name: x for name, x in batch.inputs.items() if name != "cache"},
-            cos=cos,
-            sin=sin,
-            q_weight=q_weight,
-            k_weight=k_weight,
+            **new.inputs,
         ),
         PoisonedAllocations(),
     ):
@@ -96,7 +129,7 @@ def check_projections(
             scale=shape.dim**-0.5,
             softcap=batch.softcap,
             sinks=batch.sinks,
-            rope=Rope(cos, sin, (q_weight, k_weight) if with_norms else None, EPS),
+            rope=new.rope(with_norms=with_norms),
             few_work=planned(batch, few, tile_ends, window) if few is not None else None,
         )
     assert not scratch.counters.any(), "a counter is left behind"
@@ -107,8 +140,6 @@ def check_projections(
         assert_close(out[row : row + 1], turned_batch.expected(row, window), ulps=6)
         written = batch.cache[block, :, offset]
         assert_close(written[: shape.kv_heads], key[row].double(), ulps=6)
-        assert torch.equal(written[shape.kv_heads :], value[row].to(dtype)), (
-            "values are copied as they are"
-        )
+        assert torch.equal(written[shape.kv_heads :], value[row]), "values are copied as they are"
         before[block, :, offset] = written
     assert same(batch.cache, before), "wrote to other slots of the cache"

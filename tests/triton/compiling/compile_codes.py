@@ -10,9 +10,10 @@ from sidestep.kernels.attention import (
     prefill_attention_triton,
     qkv_rope_triton,
 )
-from sidestep.kernels.attention.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.gpu import gpu_of
-from tests.triton.compiling.compile_few import Heads
+from tests.triton.compiling.compile_few import Heads, launch_few
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32, u8
 
 _BLOCKS, _SLOTS, _ROWS, _QUERIES = 20_000, 1024, 512, 5
@@ -46,6 +47,9 @@ def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
     # The choice "fp8" gives scales, with or without a checkpoint's own.
     scales = bf16(2 * model.kv_heads).half() if cache.format.startswith("fp8") else None
     qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads, scales)
+    tiles = 32, 2, 2
+    if takes_codes(cache, q.dtype, model.heads, *tiles):
+        launch_few(model, q, cache, qkv_rope_triton.Rope(table, table, None, 1e-6), window, scales)
     out, tables = bf16(TOKENS, model.heads * model.dim), i32(_SLOTS, 600)
     rows, starts = i32(_ROWS), i32(_ROWS + 1)
     for queries in (1, _QUERIES):

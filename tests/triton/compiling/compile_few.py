@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from sidestep.kernels.attention import decode_attention_triton, decode_config
+from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.compiling.meta_tensors import bf16, f32, i32
 
@@ -27,22 +28,36 @@ class Heads(Protocol):
 def launch_few(
     model: Heads,
     q: Tensor,
-    cache: Tensor,
+    cache: Tensor | CodedCache,
     rope: Rope,
     window: int,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Launch attention of few rows and its plan, for heads that have them."""
     # Beside plain products, one row of a wide model has a configuration of its own.
-    for coded in (False, True):
-        _launch(model, q, cache, rope, window, coded_products=coded)
+    for coded in (True,) if isinstance(cache, CodedCache) else (False, True):
+        _launch(model, q, cache, rope, window, kv_scales, coded_products=coded)
 
 
 def _launch(
-    model: Heads, q: Tensor, cache: Tensor, rope: Rope, window: int, *, coded_products: bool
+    model: Heads,
+    q: Tensor,
+    cache: Tensor | CodedCache,
+    rope: Rope,
+    window: int,
+    kv_scales: Tensor | None,
+    *,
+    coded_products: bool,
 ) -> None:
-    page = cache.shape[2]
+    page, coded = cache.shape[2], isinstance(cache, CodedCache)
     config = decode_config.config_of(
-        model.dim, 2, model.heads, model.kv_heads, 1, coded_products=coded_products
+        model.dim,
+        2,
+        model.heads,
+        model.kv_heads,
+        1,
+        bytes_of_codes=coded,
+        coded_products=coded_products,
     )
     scratch = decode_attention_triton.DecodeScratch(
         model.heads, model.kv_heads, model.dim, 16, q.device, config
@@ -68,4 +83,5 @@ def _launch(
             sinks=sinks,
             rope=rope,
             few_work=work,
+            kv_scales=kv_scales,
         )

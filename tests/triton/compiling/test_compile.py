@@ -189,7 +189,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "quantized": (QUANTIZED - others) | own if hopper else QUANTIZED,
         "all-quantized": QUANTIZED | own if hopper else QUANTIZED,
         "recurrent": RECURRENT,
-        "codes": {"_qkv_rope", "_decode", "_prefill"} | ({"_decode_codes"} if few else set()),
+        "codes": {"_qkv_rope", "_decode", "_prefill"} | ({"_decode_codes"} | FEW if few else set()),
     }
     assert {kernel["kernel"] for kernel in kernels} == set().union(
         *(expected[group] for group in job.groups)
