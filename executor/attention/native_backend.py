@@ -22,7 +22,8 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
-from sidestep.kernels.native.library import NoLibraryError, kernel
+from sidestep.kernels.native.library import NoLibraryError, address, library_of
+from sidestep.kernels.native.tape import empty, launch
 
 MOST_DIM, MOST_BLOCK = 512, 256
 """Largest head, and largest block, that the kernel takes."""
@@ -52,8 +53,17 @@ class _Step(Structure):
         ("tokens", c_int64),
         *((name, c_void_p) for name in ("positions", "slots", "rows", "tables")),
         ("table_stride", c_int64),
-        ("threads", c_int32),
         ("apart", c_int32),
+    )
+
+
+class _Attend(Structure):
+    """Arguments of `attend` in attention.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("layer", "step", "qkv")),
+        ("row_stride", c_int64),
+        *((name, c_void_p) for name in ("query_norm", "key_norm", "sinks", "out")),
     )
 
 
@@ -93,8 +103,8 @@ class NativeAttention(AttentionBackend):
         self._tables = [(table.cos.contiguous(), table.sin.contiguous()) for table in setup.rotary]
         self._layers = [self._layer(layer) for layer in range(setup.shape.num_layers)]
         self._groups = [setup.shape.place(layer).group for layer in range(setup.shape.num_layers)]
-        # The plan of a step, from begin_step on.
-        self._steps: list[_Step] = []
+        self._steps = [_Step() for _ in range(setup.shape.num_groups)]
+        """The step of each cache group. It stays where it is, for calls that are made again."""
         self._kept: tuple[Any, ...] = ()
         """Memory that the steps point to."""
 
@@ -127,19 +137,14 @@ class NativeAttention(AttentionBackend):
         slots = np.ascontiguousarray(host.slot_mapping)
         tables = np.ascontiguousarray(host.block_tables)
         self._kept = rows, positions, slots, tables
-        self._steps = [
-            _Step(
-                tokens=len(positions),
-                positions=positions.ctypes.data,
-                slots=slots[group].ctypes.data,
-                rows=rows.ctypes.data,
-                tables=tables[group].ctypes.data,
-                table_stride=tables.shape[2],
-                threads=torch.get_num_threads(),
-                apart=host.num_decode_rows == len(host.slots),
-            )
-            for group in range(self._shape.num_groups)
-        ]
+        for group, step in enumerate(self._steps):
+            step.tokens = len(positions)
+            step.positions = positions.ctypes.data
+            step.slots = slots[group].ctypes.data
+            step.rows = rows.ctypes.data
+            step.tables = tables[group].ctypes.data
+            step.table_stride = tables.shape[2]
+            step.apart = host.num_decode_rows == len(host.slots)
 
     def attend(
         self,
@@ -152,21 +157,24 @@ class NativeAttention(AttentionBackend):
         """Launch a layer's attention."""
         assert kv_scales is None, "codes are refused at the start"
         shape, known = self._shape, self._layers[layer]
-        out = qkv.new_empty(len(qkv), shape.num_heads * shape.head_dim)
+        out = empty((len(qkv), shape.num_heads * shape.head_dim), qkv.dtype)
         if norms is not None:
             known.norms_wide = norms[0].dtype == torch.float32
-        self._attend(
-            ctypes.byref(known),
-            ctypes.byref(self._steps[self._groups[layer]]),
-            qkv.data_ptr(),
-            qkv.stride(0),
-            *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
-            None if sinks is None else sinks.data_ptr(),
-            out.data_ptr(),
+        launch(
+            self._attend,
+            _Attend(
+                ctypes.addressof(known),
+                ctypes.addressof(self._steps[self._groups[layer]]),
+                qkv.data_ptr(),
+                qkv.stride(0),
+                *((None, None) if norms is None else (norm.data_ptr() for norm in norms)),
+                None if sinks is None else sinks.data_ptr(),
+                out.data_ptr(),
+            ),
         )
         return out
 
 
-def _kernel(dtype: torch.dtype) -> Any:
+def _kernel(dtype: torch.dtype) -> int:
     """Return the kernel that computes in a type. Raises NoLibraryError."""
-    return kernel("attention.c", "attend", dtype, *[c_void_p] * 3, c_int64, *[c_void_p] * 4)
+    return address(library_of("attention.c", dtype), "attend")

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, StepBatch
 from sidestep.executor.attention.mixed_shapes import open_attention
+from sidestep.executor.cpu.step_tapes import StepTapes
 from sidestep.executor.models.decoder import DecoderForCausalLM, attention_shape
 from sidestep.executor.models.model_loading import (
     load_model,
@@ -61,6 +62,7 @@ class CpuModel:
         """States of recurrent layers; 0 in a model without such layers."""
         self._attention: AttentionBackend | None = self._new_attention()
         self._recurrent: StateMemory | None = self._new_states()
+        self._tapes: StepTapes | None = self._new_tapes()
         self._places = StatePlaces(limits.num_slots, limits.state_width)
 
     @property
@@ -91,6 +93,8 @@ class CpuModel:
                 rows=None,
             )
         )
+        if rows is None and self._tapes is not None and self._tapes.takes(batch.total_tokens):
+            return self._tapes.states(inputs)
         recurrent = (
             self.recurrent.with_columns(self._places.columns(batch)) if self.num_states else None
         )
@@ -111,7 +115,7 @@ class CpuModel:
         Level 1 keeps the weights in the host's memory, where they are already.
         """
         before = resident_bytes()
-        self._attention = self._recurrent = None
+        self._attention = self._recurrent = self._tapes = None
         if level == 2:
             self._decoder = None
         return_freed_memory()
@@ -126,6 +130,7 @@ class CpuModel:
             except EngineStartError as error:
                 raise CallRefusedError(str(error)) from None
         self._attention, self._recurrent = self._new_attention(), self._new_states()
+        self._tapes = self._new_tapes()
 
     @torch.inference_mode()
     def read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
@@ -135,7 +140,19 @@ class CpuModel:
     def use_weights(self, model: DecoderForCausalLM, args: WorkerArgs) -> None:
         """Put the model in the place of the old one."""
         self._decoder, self._args = model, args
+        self._tapes = None  # they have the old weights' memory
         return_freed_memory()
+        if self._attention is not None:
+            self._tapes = self._new_tapes()
+
+    def _new_tapes(self) -> StepTapes | None:
+        """Return tapes of the layers; None for layers that need more than kernels and a cache."""
+        decoder, parallel = self.decoder, self._parallel
+        if self._args.parallel.enforce_eager or parallel.size > 1:
+            return None
+        if self.num_states or decoder.has_token_inputs:
+            return None
+        return StepTapes(decoder, self.attention)
 
     def _new_states(self) -> StateMemory | None:
         """Return memory for the states of recurrent layers; None in a model without such layers."""

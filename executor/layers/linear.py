@@ -13,6 +13,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
+from sidestep.kernels.ops.add import add
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
@@ -133,7 +134,7 @@ class SumOverRanks:
         """
         if self._after is not None:
             whole = self._parallel.all_reduce(part.value())
-            return Stream(residual.add_(self._after(whole)), norm)
+            return Stream(add(residual, self._after(whole)), norm)
         if self._parallel.size == 1:
             return Stream(residual, norm, part.add_to(residual, norm))
         peers = self._parallel.part(self._buffer, len(residual)) if norm.may_begin else None

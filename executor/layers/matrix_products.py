@@ -13,6 +13,7 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.add import add
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
@@ -116,7 +117,7 @@ class CpuMatrix:
         """Return the product."""
         assert out is None, "a CPU's products choose their memory themselves"
         made = self._product(normed(x))
-        return made if self._bias is None else made.add_(self._bias)
+        return made if self._bias is None else add(made, self._bias)
 
     def gated(self, x: Tensor | Stream) -> Tensor:
         """Return silu(gate) * up of the halves of the product."""
@@ -124,5 +125,5 @@ class CpuMatrix:
 
     def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm | None) -> Begun | None:
         """Add the product to residual, in place."""
-        residual += self(computed(x))
+        add(residual, self(computed(x)))
         return None

@@ -385,11 +385,33 @@ class DecoderForCausalLM:
         the stream [T, D] that the stage before has sent, which may be written over. recurrent: the
         states of this rank's recurrent layers, if there are any.
         """
+        stream = self.entering(inputs)
+        own = None if self._token_inputs is None else self._token_inputs(inputs, stream.hidden)
+        return self.through_layers(stream, attention, rows, recurrent, own)
+
+    def entering(self, inputs: Tensor) -> Stream:
+        """Return the residual stream before this rank's first layer. inputs: see `states`."""
         norm = self._first_norm
-        stream = Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
-        own: Sequence[Tensor | None] = [None] * len(self._layers)
-        if self._token_inputs is not None:
-            own = self._token_inputs(inputs, stream.hidden)
+        return Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
+
+    @property
+    def has_token_inputs(self) -> bool:
+        """Whether layers take vectors of their own for each token."""
+        return self._token_inputs is not None
+
+    def through_layers(
+        self,
+        stream: Stream,
+        attention: AttentionBackend,
+        rows: Tensor | None = None,
+        recurrent: RecurrentStep | None = None,
+        own: Sequence[Tensor | None] | None = None,
+    ) -> Stream:
+        """Return the residual stream after this rank's last layer, of the tokens at `rows`.
+
+        own: vectors of the tokens, for each layer. rows, recurrent: see `states`.
+        """
+        own = own or [None] * len(self._layers)
         for layer, one in zip(self._layers[:-1], own, strict=False):
             stream = layer(stream, attention, None, recurrent, one)
         return self._layers[-1](stream, attention, rows, recurrent, own[-1])

@@ -7,6 +7,8 @@ other rows, on how a prompt was cut into chunks, or on the number of threads.
 
 All sums are float. */
 
+#include <omp.h>
+
 #include "numbers.h"
 
 /* MOST_DIM and MOST_BLOCK stand in native_backend.py too, which refuses more. */
@@ -33,9 +35,19 @@ typedef struct {
     const int32_t *rows;      /* [tokens] index of the row's block table */
     const int32_t *tables;    /* [rows, table_stride] */
     int64_t table_stride;
-    int32_t threads;
     int32_t apart; /* whether each token is of another row */
 } Step;
+
+/* The arguments of `attend`. */
+typedef struct {
+    const Layer *layer;
+    const Step *step;
+    number *qkv;        /* [tokens, (heads + 2 kv_heads) * dim], `row_stride` numbers apart */
+    int64_t row_stride;
+    const void *query_norm, *key_norm; /* [dim], or null */
+    const float *sinks; /* [heads], or null */
+    number *out;        /* [tokens, heads * dim] */
+} Attend;
 
 /* Norm a head, if weights are given, and rotate it, in place. */
 static void turn(const Layer *layer, number *head, int64_t position, const void *weight) {
@@ -190,50 +202,52 @@ static void attend_token(
 
 /* Return the largest number of units, halved until all threads have work, that are done together:
    heads that are neighbours lie side by side in memory. */
-static int together(int most, int units, const Step *step) {
-    while (most > 1 && step->tokens * ((units + most - 1) / most) < step->threads) most /= 2;
+static int together(int most, int units, int64_t tokens) {
+    int threads = omp_get_num_threads();
+    while (most > 1 && tokens * ((units + most - 1) / most) < threads) most /= 2;
     return most;
 }
 
-/* Compute what AttentionBackend.attend says. qkv: rows `row_stride` numbers apart; sinks: [heads],
-   or null; out: [tokens, heads * dim]. */
-void attend(
-    const Layer *layer, const Step *step, number *qkv, int64_t row_stride, const void *query_norm,
-    const void *key_norm, const float *sinks, number *out
-) {
-    int heads = layer->heads, kv_heads = layer->kv_heads, group = heads / kv_heads;
-    int64_t tokens = step->tokens;
-    if (step->apart && group <= MOST_HEADS) {
-        /* A token reads no other new key, so that no thread waits for another. */
-        int most = together(MOST_HEADS / group, kv_heads, step);
-        int parts = (kv_heads + most - 1) / most;
-#pragma omp parallel for schedule(dynamic) num_threads(step->threads)
-        for (int64_t i = 0; i < tokens * parts; i++) {
-            int64_t token = i / parts;
-            int first = i % parts * most, last = first + most < kv_heads ? first + most : kv_heads;
-            number *row = qkv + token * row_stride;
-            for (int head = first; head < last; head++)
-                write_head(layer, step, row, token, head, query_norm, key_norm);
-            attend_token(
-                layer, step, row, out, token, first * group, (last - first) * group, sinks
-            );
-        }
+/* Attend where each token is of another row: it reads no other new key, so no thread waits. */
+static void attend_apart(const Attend *own) {
+    const Layer *layer = own->layer;
+    const Step *step = own->step;
+    int kv_heads = layer->kv_heads, group = layer->heads / kv_heads;
+    int most = together(MOST_HEADS / group, kv_heads, step->tokens);
+    int parts = (kv_heads + most - 1) / most;
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t i = 0; i < step->tokens * parts; i++) {
+        int64_t token = i / parts;
+        int first = i % parts * most, last = first + most < kv_heads ? first + most : kv_heads;
+        number *row = own->qkv + token * own->row_stride;
+        for (int head = first; head < last; head++)
+            write_head(layer, step, row, token, head, own->query_norm, own->key_norm);
+        attend_token(
+            layer, step, row, own->out, token, first * group, (last - first) * group, own->sinks
+        );
+    }
+}
+
+/* Compute what AttentionBackend.attend says. See tape.c for kernels. */
+void attend(const Attend *own) {
+    const Layer *layer = own->layer;
+    const Step *step = own->step;
+    int heads = layer->heads, kv_heads = layer->kv_heads;
+    if (step->apart && heads / kv_heads <= MOST_HEADS) {
+        attend_apart(own);
         return;
     }
-    int most = together(MOST_HEADS, heads, step), parts = (heads + most - 1) / most;
-#pragma omp parallel num_threads(step->threads)
-    {
+    int most = together(MOST_HEADS, heads, step->tokens), parts = (heads + most - 1) / most;
 #pragma omp for
-        for (int64_t i = 0; i < tokens * kv_heads; i++)
-            write_head(
-                layer, step, qkv + i / kv_heads * row_stride, i / kv_heads, i % kv_heads,
-                query_norm, key_norm
-            );
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tokens * parts; i++) {
-            int first = i % parts * most, count = heads - first < most ? heads - first : most;
-            const number *row = qkv + i / parts * row_stride;
-            attend_token(layer, step, row, out, i / parts, first, count, sinks);
-        }
+    for (int64_t i = 0; i < step->tokens * kv_heads; i++)
+        write_head(
+            layer, step, own->qkv + i / kv_heads * own->row_stride, i / kv_heads, i % kv_heads,
+            own->query_norm, own->key_norm
+        );
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t i = 0; i < step->tokens * parts; i++) {
+        int first = i % parts * most, count = heads - first < most ? heads - first : most;
+        const number *row = own->qkv + i / parts * own->row_stride;
+        attend_token(layer, step, row, own->out, i / parts, first, count, own->sinks);
     }
 }

@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -65,13 +65,20 @@ def load(source: str, *definitions: str) -> ctypes.CDLL:
         raise NoLibraryError(f"{source} cannot be built or loaded: {error}") from error
 
 
-def kernel(source: str, name: str, dtype: torch.dtype, *arguments: type) -> Any:
-    """Return a function of a file in this folder for numbers of a type, float32 or bfloat16.
+def library_of(source: str, dtype: torch.dtype) -> ctypes.CDLL:
+    """Return the library of a file for numbers of a type, float32 or bfloat16.
 
-    arguments: the types of its arguments. Raises NoLibraryError.
+    Raises NoLibraryError.
     """
-    found = load(source, *(("BFLOAT16",) if dtype.itemsize == 2 else ()))[name]
-    found.argtypes = arguments
+    library = load(source, *(("BFLOAT16",) if dtype.itemsize == 2 else ()))
+    load("tape.c")  # calls the kernels of all others
+    return library
+
+
+def address(library: ctypes.CDLL, name: str) -> int:
+    """Return the address of a kernel (see tape.py)."""
+    found = ctypes.cast(library[name], ctypes.c_void_p).value
+    assert found is not None
     return found
 
 

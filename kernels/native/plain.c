@@ -5,7 +5,6 @@ one sum in the order of the columns, so that its bits do not depend on other row
 
 #include <immintrin.h>
 
-#include "memory.h"
 #include "numbers.h"
 
 #if defined(__AVX512BW__) && !defined(NARROW)
@@ -43,9 +42,17 @@ enum {
     MOST_ROWS = 8,
     TILES = 2,            /* that are multiplied together */
     WIDTH = TILES * LANES,
-    AHEAD = 512,          /* numbers by which a matrix is fetched ahead */
-    SHARED = 1 << 17      /* products from which on threads share them */
+    AHEAD = 512           /* numbers by which a matrix is fetched ahead */
 };
+
+/* The arguments of `product`. The order is that of native_layouts.py. */
+typedef struct {
+    const number *weight; /* [outputs / WIDTH, inputs, WIDTH], filled up */
+    const number *x;      /* [rows, inputs], `stride` numbers apart */
+    number *out;          /* [rows, outputs] */
+    float *wider;         /* memory for x in float, [rows, inputs]; null if x is float */
+    int64_t outputs, inputs, rows, stride;
+} Product;
 
 int width(void) { return WIDTH; }
 
@@ -92,34 +99,29 @@ static void multiply_tile(
     MULTIPLY(1);
 }
 
-/* Return inputs as floats, and their stride; null if there is no memory. */
-static const float *floats_of(const number *x, int64_t rows, int64_t inputs, int64_t *stride) {
+/* Return inputs as floats, and their stride. */
+static const float *floats_of(const Product *own, int64_t *stride) {
 #ifdef BFLOAT16
-    float *memory = (float *)memory_of_thread(rows * inputs * sizeof(float));
-    for (int64_t t = 0; memory && t < rows; t++)
-        for (int64_t k = 0; k < inputs; k++) memory[t * inputs + k] = wide(x[t * *stride + k]);
-    *stride = inputs;
-    return memory;
+#pragma omp for
+    for (int64_t t = 0; t < own->rows; t++)
+        for (int64_t k = 0; k < own->inputs; k++)
+            own->wider[t * own->inputs + k] = wide(own->x[t * own->stride + k]);
+    *stride = own->inputs;
+    return own->wider;
 #else
-    (void)rows, (void)inputs, (void)stride;
-    return x;
+    *stride = own->stride;
+    return own->x;
 #endif
 }
 
-/* Write x W^T. weight: [outputs / WIDTH, inputs, WIDTH], filled up; x: [rows, inputs], `stride`
-   numbers apart; out: [rows, outputs]. Returns 0, or 1 if there is no memory. */
-int product(
-    const number *weight, int64_t outputs, int64_t inputs, const number *x, int64_t rows,
-    int64_t stride, number *out, int threads
-) {
-    int64_t tiles = (outputs + WIDTH - 1) / WIDTH;
-    const float *wider = floats_of(x, rows, inputs, &stride);
-    if (!wider && rows) return 1;
-    if (rows * inputs * outputs < SHARED) threads = 1;
-#pragma omp parallel for schedule(static) num_threads(threads)
+/* Write x W^T. See tape.c for kernels. */
+void product(const Product *own) {
+    int64_t tiles = (own->outputs + WIDTH - 1) / WIDTH, stride;
+    const float *x = floats_of(own, &stride);
+#pragma omp for schedule(static) nowait
     for (int64_t tile = 0; tile < tiles; tile++)
         multiply_tile(
-            weight + tile * inputs * WIDTH, wider, rows, inputs, stride, tile * WIDTH, outputs, out
+            own->weight + tile * own->inputs * WIDTH, x, own->rows, own->inputs, stride,
+            tile * WIDTH, own->outputs, own->out
         );
-    return 0;
 }

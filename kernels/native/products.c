@@ -11,11 +11,12 @@ four in the upper halves of the bytes. */
 #include <immintrin.h>
 #include <string.h>
 
-#include "memory.h"
 #include "numbers.h"
 
 enum { GROUP = 32, FOUR = 4, MOST_ROWS = 8, MIDDLE_8 = 128, MIDDLE_4 = 8, LARGEST = 127 };
-enum { ROUNDED_ALONE = 256 }; /* groups */
+/* Groups of inputs that each thread rounds for itself: that takes less time than to wait for another.
+   It stands in native_layouts.py too. */
+enum { ROUNDED_ALONE = 256 };
 
 #if defined(__AVX512VNNI__) && !defined(NARROW)
 enum { LANES = 16 };
@@ -77,36 +78,41 @@ typedef struct {
     int32_t *sums;  /* [rows, groups]: of the codes */
 } Rounded;
 
+/* The arguments of `product`. The order is that of native_layouts.py. */
+typedef struct {
+    const Matrix *matrix;
+    const number *x; /* [rows, inputs], `stride` numbers apart */
+    number *out;     /* [rows, outputs] */
+    void *memory;    /* for rounded inputs, 40 bytes a group; null if each thread rounds them */
+    int64_t rows, stride;
+} Product;
+
 int lanes(void) { return LANES; }
 
-/* Round a row. A group whose numbers are not all finite gets NaN for its scale. */
-static void round_row(
-    const number *x, int64_t inputs, int64_t groups, int64_t row, const Rounded *out
-) {
-    int8_t *codes = out->codes + row * groups * GROUP;
-    float *scales = out->scales + row * groups;
-    int32_t *sums = out->sums + row * groups;
-    for (int64_t g = 0; g * GROUP < inputs; g++) {
-        int count = inputs - g * GROUP < GROUP ? inputs - g * GROUP : GROUP;
-        float values[GROUP] = {0}, most = 0;
-        for (int i = 0; i < count; i++) values[i] = wide(x[g * GROUP + i]);
+/* Round a group of a row. If its numbers are not all finite, it gets NaN for its scale. */
+static void round_group(const Product *own, int64_t groups, int64_t index, const Rounded *out) {
+    int64_t row = index / groups, first = index % groups * GROUP, inputs = own->matrix->inputs;
+    const number *x = own->x + row * own->stride + first;
+    int count = inputs - first < GROUP ? inputs - first : GROUP;
+    int8_t *codes = out->codes + index * GROUP;
+    float values[GROUP] = {0}, most = 0;
+    for (int i = 0; i < count; i++) values[i] = wide(x[i]);
 #pragma omp simd reduction(max : most)
-        for (int i = 0; i < GROUP; i++) most = fabsf(values[i]) > most ? fabsf(values[i]) : most;
-        float check = 0;
+    for (int i = 0; i < GROUP; i++) most = fabsf(values[i]) > most ? fabsf(values[i]) : most;
+    float check = 0;
 #pragma omp simd reduction(+ : check)
-        for (int i = 0; i < GROUP; i++) check += values[i] * 0;
-        float inverse = most > 0 ? LARGEST / most : 0;
-        int sum = 0;
+    for (int i = 0; i < GROUP; i++) check += values[i] * 0;
+    float inverse = most > 0 ? LARGEST / most : 0;
+    int sum = 0;
 #pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < GROUP; i++) {
-            int code = check == 0 ? (int)rintf(values[i] * inverse) : 0;
-            code = code > LARGEST ? LARGEST : code < -LARGEST ? -LARGEST : code;
-            codes[g * GROUP + i] = code;
-            sum += code;
-        }
-        scales[g] = most / LARGEST + check;
-        sums[g] = sum;
+    for (int i = 0; i < GROUP; i++) {
+        int code = check == 0 ? (int)rintf(values[i] * inverse) : 0;
+        code = code > LARGEST ? LARGEST : code < -LARGEST ? -LARGEST : code;
+        codes[i] = code;
+        sum += code;
     }
+    out->scales[index] = most / LARGEST + check;
+    out->sums[index] = sum;
 }
 
 /* Multiply LANES rows of the matrix with `count` rows of inputs. */
@@ -180,42 +186,25 @@ static void multiply_tile(
     if (row < rows) MULTIPLY(1);
 }
 
-/* Return places for rounded rows; places of null if there is no memory. */
-static Rounded places(int64_t rows, int64_t groups) {
-    int64_t all = rows * groups;
-    char *memory = memory_of_thread(all * (GROUP + sizeof(float) + sizeof(int32_t)));
-    float *scales = (float *)memory;
-    Rounded none = {0};
-    return memory ? (Rounded){(int8_t *)(scales + 2 * all), scales, (int32_t *)(scales + all)} : none;
-}
-
-/* Write x W^T. x: [rows, inputs], `stride` numbers apart; out: [rows, outputs]. Returns 0, or 1 if
-   there is no memory. */
-int product(
-    const Matrix *matrix, const number *x, int64_t rows, int64_t stride, number *out, int threads
-) {
-    int64_t groups = (matrix->inputs + GROUP - 1) / GROUP;
+/* Write x W^T. See tape.c for kernels. */
+void product(const Product *own) {
+    const Matrix *matrix = own->matrix;
+    int64_t groups = (matrix->inputs + GROUP - 1) / GROUP, all = own->rows * groups;
     int64_t tiles = (matrix->outputs + LANES - 1) / LANES;
-    if (!rows) return 0;
-    /* Each thread rounds a few rows for itself: that takes less time than to wait for another. */
-    int alone = rows * groups <= ROUNDED_ALONE, failed = 0;
-    Rounded common = places(alone ? 1 : rows, groups);
-    if (!common.codes) return 1;
-#pragma omp parallel num_threads(threads) reduction(| : failed)
-    {
-        Rounded own = alone ? places(rows, groups) : common;
-        failed = !own.codes;
-        if (alone) {
-            for (int64_t t = 0; t < rows && !failed; t++)
-                round_row(x + t * stride, matrix->inputs, groups, t, &own);
-        } else {
+    int8_t codes[ROUNDED_ALONE * GROUP];
+    float scales[ROUNDED_ALONE];
+    int32_t sums[ROUNDED_ALONE];
+    Rounded x = {codes, scales, sums};
+    if (own->memory) {
+        x.scales = own->memory;
+        x.sums = (int32_t *)(x.scales + all);
+        x.codes = (int8_t *)(x.sums + all);
 #pragma omp for
-            for (int64_t t = 0; t < rows; t++)
-                round_row(x + t * stride, matrix->inputs, groups, t, &own);
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t tile = 0; tile < tiles; tile++)
-            if (!failed) multiply_tile(matrix, tile, &own, groups, rows, out);
+        for (int64_t i = 0; i < all; i++) round_group(own, groups, i, &x);
+    } else {
+        for (int64_t i = 0; i < all; i++) round_group(own, groups, i, &x);
     }
-    return failed;
+#pragma omp for schedule(static) nowait
+    for (int64_t tile = 0; tile < tiles; tile++)
+        multiply_tile(matrix, tile, &x, groups, own->rows, own->out);
 }

@@ -3,44 +3,103 @@
 from __future__ import annotations
 
 import functools
-from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Any
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from sidestep.kernels.native.library import NoLibraryError, kernel
+from sidestep.kernels.native.library import NoLibraryError, address, library_of
+from sidestep.kernels.native.tape import empty, launch
+
+_ALONE = 1 << 15
+"""Numbers up to which one thread is faster than several."""
+
+
+class _Norm(Structure):
+    """Arguments of `rms_norm` in rows.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "weight")),
+        *((name, c_int64) for name in ("rows", "count", "stride")),
+        ("out", c_void_p),
+        ("is_wide", c_int32),
+        ("eps", c_float),
+    )
+
+
+class _Gated(Structure):
+    """Arguments of `gated` in rows.c."""
+
+    _fields_ = (
+        ("both", c_void_p),
+        *((name, c_int64) for name in ("rows", "count", "stride")),
+        ("out", c_void_p),
+        ("gelu", c_int32),
+    )
+
+
+class _Sum(Structure):
+    """Arguments of `add` in rows.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("sum", "part")),
+        *((name, c_int64) for name in ("rows", "count", "stride", "part_stride")),
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
     """Return the RMS norm of x [T, D] with a weight [D]; None where there is no kernel."""
-    launch = _rms_norm(x.dtype) if _fits(x) and weight.is_contiguous() else None
-    if launch is None or weight.dtype not in (x.dtype, torch.float32):
+    kernel = _kernel("rms_norm", x.dtype) if _fits(x) and weight.is_contiguous() else None
+    if kernel is None or weight.dtype not in (x.dtype, torch.float32):
         return None
-    out = x.new_empty(x.shape)
+    rows, count = x.shape
+    out = empty((rows, count), x.dtype)
+    wide = weight.dtype == torch.float32
     launch(
-        x.data_ptr(),
-        weight.data_ptr(),
-        weight.dtype == torch.float32,
-        x.shape[0],
-        x.shape[1],
-        x.stride(0),
-        eps,
-        out.data_ptr(),
-        torch.get_num_threads(),
+        kernel,
+        _Norm(x.data_ptr(), weight.data_ptr(), rows, count, x.stride(0), out.data_ptr(), wide, eps),
+        alone=rows * count < _ALONE,
     )
     return out
 
 
 def silu_mul(both: Tensor) -> Tensor | None:
     """Return silu(gate) * up, [T, F], of [T, 2 F]; None where there is no kernel."""
-    launch = _silu_mul(both.dtype) if _fits(both) else None
-    if launch is None:
+    return _gated(both, gelu=False)
+
+
+def gelu_mul(both: Tensor) -> Tensor | None:
+    """Return gelu(gate) * up, with GELU as tanh approximates it; None where there is no kernel."""
+    return _gated(both, gelu=True)
+
+
+def _gated(both: Tensor, *, gelu: bool) -> Tensor | None:
+    kernel = _kernel("gated", both.dtype) if _fits(both) else None
+    if kernel is None:
         return None
     rows, count = both.shape[0], both.shape[1] // 2
-    out = both.new_empty(rows, count)
-    launch(both.data_ptr(), rows, count, both.stride(0), out.data_ptr(), torch.get_num_threads())
+    out = empty((rows, count), both.dtype)
+    launch(
+        kernel,
+        _Gated(both.data_ptr(), rows, count, both.stride(0), out.data_ptr(), gelu),
+        alone=rows * count < _ALONE,
+    )
     return out
+
+
+def add(x: Tensor, part: Tensor) -> bool:
+    """Add a part, [T, D] or [D], to x [T, D] in place; return False where there is no kernel."""
+    rows = part[None] if part.dim() == 1 else part
+    kernel = _kernel("add", x.dtype) if _fits(x) and _fits(rows) else None
+    if kernel is None or x.dtype != part.dtype:
+        return False
+    stride = rows.stride(0) if part.dim() == 2 else 0
+    launch(
+        kernel,
+        _Sum(x.data_ptr(), part.data_ptr(), x.shape[0], x.shape[1], x.stride(0), stride),
+        alone=x.numel() < _ALONE,
+    )
+    return True
 
 
 def _fits(x: Tensor) -> bool:
@@ -54,20 +113,9 @@ def _fits(x: Tensor) -> bool:
 
 
 @functools.cache
-def _rms_norm(dtype: torch.dtype) -> Any:
-    return _found(
-        "rms_norm", dtype, c_void_p, c_void_p, c_int32, *[c_int64] * 3, c_float, c_void_p, c_int32
-    )
-
-
-@functools.cache
-def _silu_mul(dtype: torch.dtype) -> Any:
-    return _found("silu_mul", dtype, c_void_p, *[c_int64] * 3, c_void_p, c_int32)
-
-
-def _found(name: str, dtype: torch.dtype, *arguments: type) -> Any:
+def _kernel(name: str, dtype: torch.dtype) -> int | None:
     """Return a kernel; None where it cannot be built."""
     try:
-        return kernel("rows.c", name, dtype, *arguments)
+        return address(library_of("rows.c", dtype), name)
     except NoLibraryError:
         return None

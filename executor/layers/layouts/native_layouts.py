@@ -7,9 +7,7 @@ A plain matrix is kept in tiles of its rows (kernels/native/plain.c). A quantize
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import Structure, c_int32, c_int64, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,8 @@ from torch.nn.functional import pad
 
 from sidestep.executor.layers.layouts.layout import LaidOut, Product
 from sidestep.executor.layers.layouts.rounding_layouts import is_large, may_round, rounded
-from sidestep.kernels.native.library import NoLibraryError, kernel
+from sidestep.kernels.native.library import NoLibraryError, address, library_of
+from sidestep.kernels.native.tape import empty, launch
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
 
 _TYPES = (torch.float32, torch.bfloat16)
@@ -25,14 +24,16 @@ GROUP = 32
 """Columns whose products are summed in whole numbers."""
 _FOUR = 4
 """Codes of a row that lie side by side."""
-_FEWEST_NUMBERS = 1 << 16
-"""A smaller plain matrix gains little, and is filled up to whole tiles."""
 _LARGEST_MINIMUM = 1024.0
 """Largest minimum of a row, relative to its factor."""
-_ARGUMENTS = (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int32)
-_PLAIN_ARGUMENTS = (c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int32)
+_ROUNDED_ALONE = 256
+"""Groups of inputs that each thread rounds for itself, as products.c has it."""
+_ROUNDED_BYTES = GROUP + 8
+"""Memory of a rounded group: its codes, their sum and its scale."""
+_ALONE = 1 << 17
+"""Products of plain numbers up to which one thread is faster than several."""
 _PACKED_AT_ONCE = 4096
-"""Rows that are packed at a time, so that codes in a byte take little memory."""
+"""Rows that are packed at a time, so that codes in a byte take little memory. Whole tiles."""
 
 
 class _Matrix(Structure):
@@ -45,6 +46,24 @@ class _Matrix(Structure):
     )
 
 
+class _Product(Structure):
+    """Arguments of `product` in products.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("matrix", "x", "out", "memory")),
+        *((name, c_int64) for name in ("rows", "stride")),
+    )
+
+
+class _PlainProduct(Structure):
+    """Arguments of `product` in plain.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weight", "x", "out", "wider")),
+        *((name, c_int64) for name in ("outputs", "inputs", "rows", "stride")),
+    )
+
+
 def native(matrix: CodedMatrix) -> LaidOut | None:
     """Keep the codes, and round inputs to 8 bits.
 
@@ -54,17 +73,22 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
     found = _kernel(matrix.dtype)
     if found is None or not takes(matrix):
         return None
-    launch, tile = found
+    kernel, tile = found
     if not _is_kept(matrix):
         matrix = rounded(matrix)
     rows, columns = matrix.shape
     by_row = matrix.with_row_scales()
     groups = -(-columns // GROUP)
-    codes = torch.cat(
-        [_packed(part, tile, groups, matrix.kind) for part in by_row.codes.split(_PACKED_AT_ONCE)]
+    half = 2 if matrix.kind == "int4" else 1
+    codes = torch.empty(
+        (-(-rows // tile), groups, GROUP // _FOUR // half, tile * _FOUR), dtype=torch.uint8
     )
+    for first in range(0, rows, _PACKED_AT_ONCE):
+        part = by_row.codes[first : first + _PACKED_AT_ONCE]
+        packed = _packed(part, tile, groups, matrix.kind)
+        codes[first // tile : first // tile + len(packed)] = packed
     factors, scales, minimums = (
-        None if part is None else _filled_up(part, tile) for part in _scales(by_row)
+        None if part is None else _filled_up(part, tile).contiguous() for part in _scales(by_row)
     )
     assert factors is not None
     kept = [part for part in (codes, factors, scales, minimums) if part is not None]
@@ -79,24 +103,22 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
         bits=4 if matrix.kind == "int4" else 8,
         repeat=min(groups, -(-width // GROUP)),
     )
-    return _product(launch, ctypes.byref(described), rows=rows, kept=kept), tuple(kept)
+    return _coded_product(kernel, described, tuple(kept)), tuple(kept)
 
 
 def native_plain(matrix: Tensor) -> LaidOut | None:
     """Keep a matrix in tiles of rows, for sums in the order of the columns."""
-    if matrix.dtype not in _TYPES or matrix.numel() < _FEWEST_NUMBERS:
+    if matrix.dtype not in _TYPES:
         return None
     try:
-        launch = kernel("plain.c", "product", matrix.dtype, *_PLAIN_ARGUMENTS)
-        width = kernel("plain.c", "width", matrix.dtype)()
+        library = library_of("plain.c", matrix.dtype)
     except NoLibraryError:
         return None
     rows, columns = matrix.shape
+    width = library.width()
     filled = pad(matrix, (0, 0, 0, -rows % width))
     tiles = filled.view(-1, width, columns).transpose(1, 2).contiguous()
-
-    matrix_of = tiles.data_ptr(), rows, columns
-    return _product(launch, *matrix_of, rows=rows, kept=[tiles]), tiles
+    return _plain_product(address(library, "product"), tiles, rows, columns), tiles
 
 
 def takes(matrix: CodedMatrix) -> bool:
@@ -110,24 +132,59 @@ def _is_kept(matrix: CodedMatrix) -> bool:
     return matrix.kind in ("int8", "int4") and (width % GROUP == 0 or width >= columns)
 
 
-def _product(launch: Callable[..., int], *matrix: Any, rows: int, kept: list[Tensor]) -> Product:
-    """Return a product. matrix: the kernel's first arguments; kept: the memory that they point to.
+def _coded_product(kernel: int, matrix: _Matrix, kept: tuple[Tensor, ...]) -> Product:
+    """Return a product with a matrix. kept: the memory that the matrix points to."""
+    groups = -(-matrix.inputs // GROUP)
 
-    rows: of the matrix.
-    """
-
-    def product(x: Tensor, kept: list[Tensor] = kept) -> Tensor:
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        out = x.new_empty(len(x), rows)
-        failed = launch(
-            *matrix, x.data_ptr(), len(x), x.stride(0), out.data_ptr(), torch.get_num_threads()
+    def product(x: Tensor, kept: tuple[Tensor, ...] = kept) -> Tensor:
+        x, out = _with_rows_together(x), empty((len(x), matrix.outputs), x.dtype)
+        rounded_groups, memory = len(x) * groups, None
+        if rounded_groups > _ROUNDED_ALONE:
+            memory = empty((rounded_groups * _ROUNDED_BYTES,), torch.uint8)
+        launch(
+            kernel,
+            _Product(
+                ctypes.addressof(matrix),
+                x.data_ptr(),
+                out.data_ptr(),
+                None if memory is None else memory.data_ptr(),
+                len(x),
+                x.stride(0),
+            ),
         )
-        if failed:
-            raise MemoryError("there is no memory for the inputs of a product")
         return out
 
     return product
+
+
+def _plain_product(kernel: int, tiles: Tensor, outputs: int, inputs: int) -> Product:
+    """Return a product with a matrix in tiles."""
+
+    def product(x: Tensor) -> Tensor:
+        x, out = _with_rows_together(x), empty((len(x), outputs), x.dtype)
+        wider = None if x.dtype == torch.float32 else empty(x.shape, torch.float32)
+        launch(
+            kernel,
+            _PlainProduct(
+                tiles.data_ptr(),
+                x.data_ptr(),
+                out.data_ptr(),
+                None if wider is None else wider.data_ptr(),
+                outputs,
+                inputs,
+                len(x),
+                x.stride(0),
+            ),
+            alone=len(x) * inputs * outputs < _ALONE,
+        )
+        return out
+
+    return product
+
+
+def _with_rows_together(x: Tensor) -> Tensor:
+    """Return x with rows whose numbers lie side by side."""
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _packed(codes: Tensor, tile: int, groups: int, kind: str) -> Tensor:
@@ -167,17 +224,15 @@ def _scales(matrix: CodedMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def _filled_up(part: Tensor, tile: int) -> Tensor:
     """Return [N, G] as [tiles, G, rows of a tile]."""
     filled = pad(part, (0, 0, 0, -len(part) % tile))
-    return filled.view(-1, tile, part.shape[1]).transpose(1, 2).contiguous()
+    return filled.view(-1, tile, part.shape[1]).transpose(1, 2)
 
 
-def _kernel(dtype: torch.dtype) -> tuple[Callable[..., int], int] | None:
+def _kernel(dtype: torch.dtype) -> tuple[int, int] | None:
     """Return the kernel for a type of inputs, and the rows of a tile; None if there is none."""
     if dtype not in _TYPES:
         return None
     try:
-        return (
-            kernel("products.c", "product", dtype, *_ARGUMENTS),
-            kernel("products.c", "lanes", dtype)(),
-        )
+        library = library_of("products.c", dtype)
     except NoLibraryError:
         return None
+    return address(library, "product"), library.lanes()

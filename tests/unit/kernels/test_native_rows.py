@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestep.kernels.native import rows as native
 from sidestep.kernels.native.library import NoLibraryError, load
+from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import rms_norm
 from sidestep.kernels.ops.silu_mul import silu_mul
 
@@ -45,21 +46,41 @@ def test_the_norm_is_right(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "count"), [(0, 8), (1, 4096), (5, 77), (300, 192)])
-def test_the_activation_is_right(rows: int, count: int, dtype: torch.dtype) -> None:
-    both = (30 * torch.randn(rows, 2 * count)).to(dtype)
+@pytest.mark.parametrize("spread", [1, 30])
+@pytest.mark.parametrize("name", ["silu", "gelu"])
+def test_the_activation_is_right(
+    name: str, spread: int, rows: int, count: int, dtype: torch.dtype
+) -> None:
+    both = (spread * torch.randn(rows, 2 * count)).to(dtype)
     if rows:
-        both[0, :4] = torch.tensor([0.0, -200.0, 200.0, -88.0])
-    made = native.silu_mul(both)
+        both[0, :6] = torch.tensor([0.0, -200.0, 200.0, -88.0, 1e14, -1e14])
+    made = native.silu_mul(both) if name == "silu" else native.gelu_mul(both)
     assert made is not None and made.dtype == dtype
     gate, up = both.double().chunk(2, -1)
-    expected = (gate * gate.sigmoid()).to(dtype).double() * up
+    activated = (
+        torch.nn.functional.gelu(gate, approximate="tanh")
+        if name == "gelu"
+        else gate * gate.sigmoid()
+    )
     tolerance = 4 * torch.finfo(dtype).eps
+    expected = activated.to(dtype).double() * up
     torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=1e-30 + tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), [(0, 8), (1, 1024), (5, 77), (300, 1030)])
+def test_a_part_is_added_to_each_row(rows: int, count: int, dtype: torch.dtype) -> None:
+    whole = torch.randn(rows, count + 9).to(dtype)
+    for part in (torch.randn(rows, 2 * count).to(dtype)[:, 3 : count + 3], torch.randn(count)):
+        x, part = whole.clone(), part.to(dtype)
+        assert native.add(x[:, 4:-5], part)
+        whole[:, 4:-5] += part
+        assert torch.equal(x, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "function", [lambda x: rms_norm(x, torch.ones(202, dtype=x.dtype), 1e-6), silu_mul]
+    "function", [lambda x: rms_norm(x, torch.ones(202, dtype=x.dtype), 1e-6), silu_mul, gelu_mul]
 )
 def test_a_row_has_the_same_bits_alone_and_among_others(
     function: Callable[[Tensor], Tensor], dtype: torch.dtype
@@ -74,7 +95,11 @@ def test_a_row_has_the_same_bits_alone_and_among_others(
 def test_numbers_that_are_not_finite_stay_in_their_row(dtype: torch.dtype) -> None:
     x = torch.randn(3, 64).to(dtype)
     x[1, 5] = torch.nan
-    for made in (native.silu_mul(x), native.rms_norm(x, torch.ones(64, dtype=dtype), 1e-6)):
+    for made in (
+        native.silu_mul(x),
+        native.gelu_mul(x),
+        native.rms_norm(x, torch.ones(64, dtype=dtype), 1e-6),
+    ):
         assert made is not None
         assert made[[0, 2]].isfinite().all() and made[1].isnan().any()
 
@@ -88,3 +113,5 @@ def test_other_types_and_shapes_are_left_to_torch() -> None:
         torch.ones(2, 8, device="meta"),
     ):
         assert native.rms_norm(x, weight, 1e-6) is None and native.silu_mul(x) is None
+        assert not native.add(x, x)
+    assert not native.add(torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -25,17 +26,15 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture(autouse=True, params=["as wide as they are", "of 256 bits"])
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_layouts, "_FEWEST_NUMBERS", 1)
     if request.param != "of 256 bits":
         return
 
-    def kernel(source: str, name: str, dtype: torch.dtype, *arguments: type) -> Any:
-        found = load(source, "NARROW", *(["BFLOAT16"] if dtype == torch.bfloat16 else []))[name]
-        found.argtypes = arguments
-        assert name != "width" or found() == 16
+    def narrow(source: str, dtype: torch.dtype) -> ctypes.CDLL:
+        found = load(source, "NARROW", *(["BFLOAT16"] if dtype == torch.bfloat16 else []))
+        assert found.width() == 16
         return found
 
-    monkeypatch.setattr(native_layouts, "kernel", kernel)
+    monkeypatch.setattr(native_layouts, "library_of", narrow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -77,19 +76,13 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_column() -> None:
     assert finite.all()
 
 
-def test_small_matrices_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_layouts, "_FEWEST_NUMBERS", 101)
-    assert native_plain(torch.ones(10, 10)) is None
-    product_of(torch.ones(10, 11))
-
-
 def test_another_type_has_no_such_product() -> None:
     assert native_plain(torch.ones(4, 4, dtype=torch.float16)) is None
 
 
 def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kernel(*_: Any) -> Any:
+    def library_of(*_: Any) -> Any:
         raise NoLibraryError("none")
 
-    monkeypatch.setattr(native_layouts, "kernel", kernel)
+    monkeypatch.setattr(native_layouts, "library_of", library_of)
     assert native_plain(torch.ones(4, 4)) is None

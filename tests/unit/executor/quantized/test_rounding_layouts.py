@@ -21,14 +21,14 @@ from sidestep.executor.layers.layouts.native_layouts import takes
 from sidestep.executor.layers.layouts.rounding_layouts import LARGEST, eights, may_round
 from sidestep.executor.layers.vocab import rounded_head
 from sidestep.executor.models.weight_memory import weight_bytes
-from sidestep.kernels.native.library import NoLibraryError, load
+from sidestep.kernels.native.library import NoLibraryError, address, load
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
 
 ROWS, COLUMNS = 520, 1100
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def narrow_kernel(dtype: torch.dtype) -> tuple[Callable[..., int], int] | None:
+def narrow_kernel(dtype: torch.dtype) -> tuple[int, int] | None:
     """Return the kernel for vectors of 256 bits, also where this CPU has wider ones."""
     if dtype == torch.float16:
         return None
@@ -36,9 +36,8 @@ def narrow_kernel(dtype: torch.dtype) -> tuple[Callable[..., int], int] | None:
         built = load("products.c", "NARROW", *(["BFLOAT16"] if dtype == torch.bfloat16 else []))
     except NoLibraryError:
         return None
-    built.product.argtypes = native_layouts._ARGUMENTS
     assert built.lanes() == 8
-    return built.product, 8
+    return address(built, "product"), 8
 
 
 @pytest.fixture(autouse=True, params=["native", "native of 8 lanes", "eights"])

@@ -1,0 +1,79 @@
+"""Tapes of a model's layers, for steps of few tokens on a CPU; see kernels/native/tape.py."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from torch import Tensor
+
+from sidestep.executor.attention.base import AttentionBackend
+from sidestep.executor.models.decoder import DecoderForCausalLM
+from sidestep.kernels.native.tape import Tape, TapeMemory
+from sidestep.kernels.ops.rms_norm import Stream
+
+MOST_TOKENS = 64
+"""Largest step that has a tape. In larger ones the time between kernels is small."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Layers(NamedTuple):
+    """The layers' kernels for a number of tokens."""
+
+    tape: Tape
+    entering: Tensor
+    """[T, D]: the stream before the layers, in the tape's memory."""
+    leaving: Stream
+    """The stream behind them, in the tape's memory too."""
+
+
+class StepTapes:
+    """Runs a model's layers, which it records for each number of tokens when that comes first."""
+
+    def __init__(self, decoder: DecoderForCausalLM, attention: AttentionBackend) -> None:
+        """Begin without tapes. They hold for these layers, weights and cache alone."""
+        self._decoder, self._attention = decoder, attention
+        self._memory = TapeMemory()
+        self._by_tokens: dict[int, _Layers] = {}
+        self.refused: str | None = None
+        """The operation of torch in these layers because of which they have no tapes."""
+
+    def __repr__(self) -> str:
+        return f"StepTapes({sorted(self._by_tokens)}, {self._memory!r}, refused={self.refused})"
+
+    def takes(self, num_tokens: int) -> bool:
+        """Return whether steps of this many tokens may have a tape."""
+        return self.refused is None and num_tokens <= MOST_TOKENS
+
+    def states(self, inputs: Tensor) -> Stream:
+        """Return the residual stream after the last layer, of all tokens of a step.
+
+        inputs: see DecoderForCausalLM.states. The step has begun in the attention backend.
+        """
+        stream = self._decoder.entering(inputs)
+        found = self._by_tokens.get(len(stream.hidden))
+        if found is None:
+            return self._recorded(stream)
+        found.entering.copy_(stream.hidden)
+        found.tape.play()
+        return _copied(found.leaving)
+
+    def _recorded(self, stream: Stream) -> Stream:
+        """Run the layers, and keep their tape."""
+        entering = self._memory.empty(stream.hidden.shape, stream.hidden.dtype)
+        entering.copy_(stream.hidden)
+        tape = Tape(self._memory)
+        with tape.recorded():
+            leaving = self._decoder.through_layers(Stream(entering, stream.norm), self._attention)
+        if tape.other is None:
+            self._by_tokens[len(entering)] = _Layers(tape, entering, leaving)
+        else:
+            self.refused = tape.other
+            _log.debug("steps are not played from tapes, because of %s", tape.other)
+        return _copied(leaving)
+
+
+def _copied(leaving: Stream) -> Stream:
+    """Return the stream in memory of its own: the next step overwrites the tape's."""
+    return Stream(leaving.hidden.clone(), leaving.norm)
