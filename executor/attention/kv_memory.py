@@ -14,6 +14,7 @@ from torch import Tensor
 from sidestep.executor.runner.transfer import to_device
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.native.large_pages import pages_of_their_own
 from sidestep.kernels.ops.block_copy import copy_blocks
 
 
@@ -29,12 +30,11 @@ class KvMemory:
     ) -> None:
         """Allocate the blocks. cleared: whether all bytes are 0 at first, rather than anything.
 
-        Raises torch.OutOfMemoryError or RuntimeError when there is no room.
+        Raises torch.OutOfMemoryError, RuntimeError, MemoryError or OSError when there is no room.
         """
         self.layout, self.num_blocks, self.device = layout, num_blocks, device
-        empty = torch.zeros if cleared else torch.empty
         self.parts = [
-            empty((len(list(alike)), num_blocks, size), dtype=torch.uint8, device=device)
+            _memory((len(list(alike)), num_blocks, size), device, cleared=cleared)
             for size, alike in groupby(layout.memories)
         ]
         """The allocations, in the order of their memories."""
@@ -78,3 +78,11 @@ class KvMemory:
         for part in self.parts:
             words = part.view(torch.int32) if part.shape[2] % 4 == 0 else part
             copy_blocks(words, *on_device)
+
+
+def _memory(shape: Sequence[int], device: torch.device, *, cleared: bool) -> Tensor:
+    """Return memory of this many bytes."""
+    if device.type == "cpu":  # the system clears what it gives
+        return pages_of_their_own(shape)
+    empty = torch.zeros if cleared else torch.empty
+    return empty(shape, dtype=torch.uint8, device=device)

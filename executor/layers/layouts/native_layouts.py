@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from sidestep.executor.layers.layouts.layout import LaidOut, Product
 from sidestep.executor.layers.layouts.rounding_layouts import is_large, may_round, rounded
+from sidestep.kernels.native.large_pages import empty_in_large_pages, in_large_pages
 from sidestep.kernels.native.library import NoLibraryError, address, library_of
 from sidestep.kernels.native.tape import empty, launch
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, CodedMatrix
@@ -80,15 +81,15 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
     by_row = matrix.with_row_scales()
     groups = -(-columns // GROUP)
     half = 2 if matrix.kind == "int4" else 1
-    codes = torch.empty(
-        (-(-rows // tile), groups, GROUP // _FOUR // half, tile * _FOUR), dtype=torch.uint8
+    codes = empty_in_large_pages(
+        (-(-rows // tile), groups, GROUP // _FOUR // half, tile * _FOUR), torch.uint8
     )
     for first in range(0, rows, _PACKED_AT_ONCE):
         part = by_row.codes[first : first + _PACKED_AT_ONCE]
         packed = _packed(part, tile, groups, matrix.kind)
         codes[first // tile : first // tile + len(packed)] = packed
     factors, scales, minimums = (
-        None if part is None else _filled_up(part, tile).contiguous() for part in _scales(by_row)
+        None if part is None else in_large_pages(_filled_up(part, tile)) for part in _scales(by_row)
     )
     assert factors is not None
     kept = [part for part in (codes, factors, scales, minimums) if part is not None]
@@ -117,7 +118,7 @@ def native_plain(matrix: Tensor) -> LaidOut | None:
     rows, columns = matrix.shape
     width = library.width()
     filled = pad(matrix, (0, 0, 0, -rows % width))
-    tiles = filled.view(-1, width, columns).transpose(1, 2).contiguous()
+    tiles = in_large_pages(filled.view(-1, width, columns).transpose(1, 2))
     return _plain_product(address(library, "product"), tiles, rows, columns), tiles
 
 
