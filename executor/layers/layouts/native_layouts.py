@@ -25,6 +25,8 @@ GROUP = 32
 """Columns whose products are summed in whole numbers."""
 _FOUR = 4
 """Codes of a row that lie side by side."""
+_FEWEST_NUMBERS = 1 << 15
+"""A smaller plain matrix gains little, and is filled up to whole tiles."""
 _LARGEST_MINIMUM = 1024.0
 """Largest minimum of a row, relative to its factor."""
 _ROUNDED_ALONE = 256
@@ -109,7 +111,7 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
 
 def native_plain(matrix: Tensor) -> LaidOut | None:
     """Keep a matrix in tiles of rows, for sums in the order of the columns."""
-    if matrix.dtype not in _TYPES:
+    if matrix.dtype not in _TYPES or matrix.numel() < _FEWEST_NUMBERS:
         return None
     try:
         library = library_of("plain.c", matrix.dtype)

@@ -26,6 +26,7 @@ def product_of(weight: Tensor) -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture(autouse=True, params=["as wide as they are", "of 256 bits"])
 def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_layouts, "_FEWEST_NUMBERS", 1)
     if request.param != "of 256 bits":
         return
 
@@ -74,6 +75,12 @@ def test_numbers_that_are_not_finite_stay_in_their_row_and_column() -> None:
     assert not finite[2].any() and not finite[:, 33].any()
     finite[2], finite[:, 33] = True, True
     assert finite.all()
+
+
+def test_small_matrices_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_layouts, "_FEWEST_NUMBERS", 101)
+    assert native_plain(torch.ones(10, 10)) is None
+    product_of(torch.ones(10, 11))
 
 
 def test_another_type_has_no_such_product() -> None:

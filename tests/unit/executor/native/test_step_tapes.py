@@ -14,6 +14,8 @@ from torch import Tensor
 from sidestep.executor.attention.native_backend import NativeAttention
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.cpu.step_tapes import MOST_TOKENS, StepTapes
+from sidestep.executor.layers import cpu_product
+from sidestep.executor.layers.layouts import native_layouts
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.runner.sleep import SleepCalls
 from sidestep.ipc.config_sections import ParallelConfig
@@ -39,9 +41,11 @@ LAUNCHED = {"mixtral": "aten::softmax", "olmo2": "aten::linalg_vector_norm"}
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := NativeAttention.missing(torch.device("cpu"))) is not None:
         pytest.skip(reason)
+    monkeypatch.setattr(cpu_product, "_chosen", {})
+    monkeypatch.setattr(native_layouts, "_FEWEST_NUMBERS", 1)
 
 
 def requests() -> list[Request]:
