@@ -406,7 +406,8 @@ class ParallelConfig(Options):
         choices=("auto", *ATTENTION_BACKENDS),
     )
     enforce_eager: bool = option(
-        False, "Launch each kernel by itself instead of whole steps as CUDA graphs."
+        False,
+        "Launch each kernel by itself instead of whole steps: CUDA graphs, or tapes on a CPU.",
     )
     disable_custom_all_reduce: bool = option(
         False,
