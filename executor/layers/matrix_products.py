@@ -13,8 +13,7 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.weights.weight_loader import Matrix
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.gpu import on_gpu
-from sidestep.kernels.ops.add import add
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, normed
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack, widened

@@ -43,6 +43,11 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tenso
     return (heads * each_row(torch.ops.aten.silu.out, gate.float())).to(x.dtype)
 
 
+def add(x: Tensor, part: Tensor) -> Tensor:
+    """Add a part, [T, D] or [D] for all rows, to the stream x [T, D] in place; return x."""
+    return x if native.add(x, part) else x.add_(part)
+
+
 @dataclass(frozen=True)
 class RmsNorm:
     """A norm with its weight [D]."""
