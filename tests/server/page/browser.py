@@ -95,12 +95,16 @@ def streams(server: LiveServer, count: int) -> Iterator[None]:
         yield
 
 
-def endless(page: Page) -> None:
-    """Let the page's chats ignore the end of sequence, so that each answer has 1,500 tokens."""
+def endless(page: Page, max_tokens: int | None = 1500) -> None:
+    """Let the page's chats ignore the end of sequence, so that each answer has this many tokens.
+
+    max_tokens: None for as many as the page asks for.
+    """
 
     def go_on(route: Route) -> None:
         body: Any = route.request.post_data_json
-        route.continue_(post_data={**body, "max_tokens": 1500, "ignore_eos": True})
+        asked = body["max_tokens"] if max_tokens is None else max_tokens
+        route.continue_(post_data={**body, "max_tokens": asked, "ignore_eos": True})
 
     page.route("**/v1/chat/completions", go_on)
 
