@@ -135,7 +135,9 @@ class CpuModel:
     @torch.inference_mode()
     def read_weights(self, args: WorkerArgs) -> DecoderForCausalLM:
         """Return a model with its weights laid out for this CPU."""
-        return load_model(args, self._parallel, self.dtype, CPU)
+        model = load_model(args, self._parallel, self.dtype, CPU)
+        return_freed_memory()  # what weights took on their way
+        return model
 
     def use_weights(self, model: DecoderForCausalLM, args: WorkerArgs) -> None:
         """Put the model in the place of the old one."""

@@ -18,34 +18,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _PAGE = 2 << 20
-_CHUNK = 32 * _PAGE
-"""Bytes that small tensors are cut from, since only whole pages are large."""
+_SMALL = 4 * _PAGE
+"""Bytes below which tensors are cut from one memory, since only whole pages are large."""
+_SHARED = 32 * _PAGE
 _ALIGNED = 64
 
 _last: tuple[weakref.ref[NDArray[np.uint8]], int] | None = None
-"""The memory that has been cut from last, and up to where it is taken."""
+"""The memory that small tensors have been cut from last, and up to where it is taken."""
 
 
 def empty_in_large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return memory for a tensor that is kept for long. Small ones lie side by side.
-
-    Raises MemoryError or OSError when there is no room.
-    """
-    global _last
+    """Return memory for a tensor that is kept for long. Raises MemoryError or OSError."""
     nbytes = math.prod(shape) * dtype.itemsize
-    memory, begin = (None, 0) if _last is None else (_last[0](), _last[1])
-    if memory is None or begin + nbytes > len(memory):
-        memory, begin = _pages(max(nbytes, _CHUNK))
-    _last = weakref.ref(memory), begin + -(-nbytes // _ALIGNED) * _ALIGNED
-    # The tensor keeps its part, and with it all of the memory.
-    return torch.from_numpy(memory[begin : begin + nbytes]).view(dtype).view(*shape)
+    # A memory goes back as a whole. So a large tensor shares none: another would keep all of it.
+    part = _part(nbytes) if nbytes < _SMALL else _own(nbytes)
+    return torch.from_numpy(part).view(dtype).view(*shape)
 
 
 def pages_of_their_own(shape: Sequence[int]) -> Tensor:
     """Return memory of this many bytes, uint8, all 0. Raises MemoryError or OSError."""
-    nbytes = math.prod(shape)
-    memory, begin = _pages(nbytes)
-    return torch.from_numpy(memory[begin : begin + nbytes]).view(*shape)
+    return torch.from_numpy(_own(math.prod(shape))).view(*shape)
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
@@ -53,13 +45,33 @@ def in_large_pages(tensor: Tensor) -> Tensor:
     return empty_in_large_pages(tensor.shape, tensor.dtype).copy_(tensor)
 
 
+def _part(nbytes: int) -> NDArray[np.uint8]:
+    """Return bytes that lie beside those of other small tensors."""
+    global _last
+    memory, begin = (None, 0) if _last is None else (_last[0](), _last[1])
+    if memory is None or begin + nbytes > len(memory):
+        memory, begin = _pages(_SHARED)
+    _last = weakref.ref(memory), begin + -(-nbytes // _ALIGNED) * _ALIGNED
+    return memory[begin : begin + nbytes]
+
+
+def _own(nbytes: int) -> NDArray[np.uint8]:
+    """Return bytes of a memory of their own."""
+    memory, begin = _pages(nbytes)
+    return memory[begin : begin + nbytes]
+
+
 def _pages(nbytes: int) -> tuple[NDArray[np.uint8], int]:
-    """Return memory, and where its first page begins, from which on it has this many bytes."""
+    """Return memory, and where its first page begins, from which on it has this many bytes.
+
+    Only whole pages are asked to be large, so that the last one takes no more than it needs.
+    """
     mapped = mmap.mmap(-1, nbytes + _PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    except (AttributeError, OSError):
-        pass  # this system has none
     memory = np.frombuffer(mapped, np.uint8)
     begin = -memory.ctypes.data % _PAGE
+    try:
+        if nbytes >= _PAGE:
+            mapped.madvise(mmap.MADV_HUGEPAGE, begin, nbytes // _PAGE * _PAGE)
+    except (AttributeError, OSError):
+        pass  # this system has none
     return memory, begin

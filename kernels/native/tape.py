@@ -7,7 +7,7 @@ is for a GPU, and as there, all numbers of a step must be in memory that stays w
 
 - Results of kernels are in memory of the tape (`empty`).
 - Only kernels in C can be played. A tape that sees another operation of torch is of no use, and
-  says which one it was.
+  says which one it was. Views alone are none. Memory that torch allocates would not stay.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from contextlib import contextmanager
 from ctypes import Structure, c_int32, c_int64, c_void_p
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sidestep.kernels.native.library import load
 
 _LEAST_BYTES = 64
-_WITHOUT_NUMBERS = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::detach"}
-"""Operations that compute nothing; so do those that return a view."""
+"""Bytes of the smallest memory, and what the places of all are multiples of."""
 
 
 class _Call(Structure):
@@ -75,7 +76,7 @@ class TapeMemory:
     """
 
     def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._free: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
         """By number of bytes."""
         self.nbytes = 0
 
@@ -89,10 +90,12 @@ class TapeMemory:
         free = self._free[nbytes]
         if not free:
             self.nbytes += nbytes
-            free.append(torch.empty(nbytes, dtype=torch.uint8))
+            whole = np.empty(nbytes + _LEAST_BYTES, np.uint8)
+            begin = -whole.ctypes.data % _LEAST_BYTES
+            free.append(whole[begin : begin + nbytes])
         block = free.pop()
         # A tensor keeps the array that it was made of, and the array can tell that it is gone.
-        array = block.numpy()[:needed]
+        array = block[:needed]
         weakref.finalize(array, free.append, block).atexit = False
         return torch.from_numpy(array).view(dtype).view(*shape)
 
@@ -135,18 +138,22 @@ class Tape:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes the first operation of torch within a tape that computes numbers."""
+    """Notes the first operation of torch within a tape that computes or allocates."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would import its compiler to keep it from this class, which takes a second."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name: str = func._schema.name
-        if self._tape.other is None and not func.is_view and name not in _WITHOUT_NUMBERS:
-            self._tape.other = name
+        if self._tape.other is None and not func.is_view:
+            self._tape.other = func._schema.name
         return func(*args, **(kwargs or {}))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from pathlib import Path
 
@@ -49,18 +50,28 @@ def test_small_tensors_share_pages_and_large_ones_begin_with_one() -> None:
     assert own.data_ptr() % PAGE == 0 and own.shape == (3, 5, 7) and not own.any()
 
 
-def test_memory_goes_back_when_the_last_tensor_is_gone() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
+def resident() -> int:
+    """Return the bytes of this process that are in memory."""
     if not Path("/proc/self/statm").exists():
         pytest.skip("the system does not tell the memory of a process")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_goes_back_when_the_last_tensor_is_gone() -> None:
     before = resident()
     tensors = [empty_in_large_pages((8 << 20,), torch.uint8).fill_(1) for _ in range(16)]
+    small = [empty_in_large_pages((100_000,), torch.uint8).fill_(1) for _ in range(16)]
     assert resident() - before > 120 << 20
     del tensors
     gc.collect()
-    assert resident() - before < 24 << 20
-    in_large_pages(torch.ones(9))
+    assert resident() - before < 24 << 20, "small tensors keep no large one's memory"
+    del small
     gc.collect()
     assert large_pages._last is not None and large_pages._last[0]() is None
+
+
+def test_the_last_page_takes_no_more_than_it_needs() -> None:
+    before = resident()
+    tensors = [empty_in_large_pages((9 << 20,), torch.uint8).fill_(1) for _ in range(40)]
+    assert resident() - before < 40 * (9 << 20) + (20 << 20)
+    assert len(tensors) == 40

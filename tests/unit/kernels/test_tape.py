@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.native import rows
+from sidestep.kernels.native import library, rows
 from sidestep.kernels.native.library import NoLibraryError, load
 from sidestep.kernels.native.tape import Tape, TapeMemory, empty
 
@@ -59,6 +62,38 @@ def test_an_operation_of_torch_is_named_and_views_are_none() -> None:
     assert tape.other == "aten::mul_"
     with pytest.raises(AssertionError, match="cannot be played"):
         tape.play()
+
+
+def test_memory_of_torch_is_refused_since_it_would_not_stay() -> None:
+    x = torch.randn(4, 8)
+    allocations: dict[str, Callable[[], Tensor]] = {
+        "aten::new_empty": lambda: x.new_empty(4, 8),
+        "aten::empty": lambda: torch.empty(4, 8),
+        "aten::clone": lambda: x.clone(),
+    }
+    for name, allocate in allocations.items():
+        tape = Tape(TapeMemory())
+        with tape.recorded():
+            rows.add(allocate(), x)
+        assert tape.other == name
+
+
+RECORD = """
+import sys, torch
+from pathlib import Path
+from sidestep.kernels.native import library, rows
+from sidestep.kernels.native.tape import Tape, TapeMemory
+library._folder = Path(sys.argv[1])
+with torch.inference_mode(), Tape(TapeMemory()).recorded():
+    rows.silu_mul(torch.ones(2, 8)[:1])
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_first_step_does_not_wait_for_torchs_compiler_to_be_imported() -> None:
+    command = [sys.executable, "-c", RECORD, str(library._folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout == "False\n"
 
 
 def test_another_thread_is_not_recorded() -> None:
