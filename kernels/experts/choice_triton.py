@@ -23,15 +23,15 @@ _GROUPS = 4
 
 
 @triton.jit
-def _ordered(parts, bias, row, FIRST: tl.constexpr, PARTS: tl.constexpr, T, E, WIDE):
+def _ordered(parts, bias, row, lane, FIRST: tl.constexpr, PARTS: tl.constexpr, T, E, WIDE):
     """Return the logits of a group of experts in the order of integers."""
-    experts = FIRST + tl.arange(0, _GROUP)
+    experts = FIRST + lane
     if FIRST >= E:
-        return tl.full([_GROUP], _LEAST, tl.int32)
+        return lane * 0 + _LEAST
     else:
-        acc = tl.zeros([_GROUP], tl.float32)
+        acc = lane.to(tl.float32) * 0.0
         for part in tl.static_range(PARTS):
-            own = parts + (tl.full([], part, tl.int64) * T + row) * WIDE
+            own = parts + (T.to(tl.int64) * part + row) * WIDE
             acc += tl.load(own + experts, mask=experts < E, other=0.0)
         if bias is not None:
             acc += tl.load(bias + experts, mask=experts < E, other=0.0)
@@ -41,21 +41,20 @@ def _ordered(parts, bias, row, FIRST: tl.constexpr, PARTS: tl.constexpr, T, E, W
 
 
 @triton.jit
-def row_keys(parts, bias, row, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
+def row_keys(parts, bias, row, lane, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
     """Return the logits of a row in the order of integers: four groups of experts."""
     return (
-        _ordered(parts, bias, row, 0, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, 32, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, 64, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, 96, PARTS, T, E, WIDE),
+        _ordered(parts, bias, row, lane, 0, PARTS, T, E, WIDE),
+        _ordered(parts, bias, row, lane, 32, PARTS, T, E, WIDE),
+        _ordered(parts, bias, row, lane, 64, PARTS, T, E, WIDE),
+        _ordered(parts, bias, row, lane, 96, PARTS, T, E, WIDE),
     )
 
 
 @triton.jit
-def best_key(a, b, c, d):
+def best_key(a, b, c, d, lane):
     """Return the greatest key, and the lowest index that has it."""
     most = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
-    lane = tl.arange(0, _GROUP)
     first = tl.where(d == most, lane + 96, _NOWHERE)
     first = tl.where(c == most, lane + 64, first)
     first = tl.where(b == most, lane + 32, first)
@@ -64,9 +63,9 @@ def best_key(a, b, c, d):
 
 
 @triton.jit
-def without(keys, index, FIRST: tl.constexpr):
+def without(keys, index, lane, FIRST: tl.constexpr):
     """Return the keys of the group from FIRST on without that of the expert `index`."""
-    return tl.where(tl.arange(0, _GROUP) + FIRST == index, _LEAST, keys)
+    return tl.where(lane + FIRST == index, _LEAST, keys)
 
 
 @triton.jit
@@ -83,15 +82,15 @@ def _power(keys, most):
 
 @triton.jit
 def chosen_expert(
-    parts, bias, row, place, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr
+    parts, bias, row, place, lane, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr
 ):
-    """Return the expert of a row that has a place among those chosen."""
-    a, b, c, d = row_keys(parts, bias, row, T, PARTS, E, WIDE)
-    _, index = best_key(a, b, c, d)
+    """Return the expert of a row that has a place among those chosen. lane: 0 to 31, [32]."""
+    a, b, c, d = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
+    _, index = best_key(a, b, c, d, lane)
     for _ in range(place):
-        a, b = without(a, index, 0), without(b, index, 32)
-        c, d = without(c, index, 64), without(d, index, 96)
-        _, index = best_key(a, b, c, d)
+        a, b = without(a, index, lane, 0), without(b, index, lane, 32)
+        c, d = without(c, index, lane, 64), without(d, index, lane, 96)
+        _, index = best_key(a, b, c, d, lane)
     return index
 
 
@@ -101,6 +100,7 @@ def chosen_experts(
     bias,
     row,
     places,
+    lane,
     T,
     scale,
     tiny,
@@ -110,20 +110,23 @@ def chosen_experts(
     CHOSEN: tl.constexpr,
     NORMALISED: tl.constexpr,
 ):
-    """Return the experts of a row that have these places, and their weights."""
-    a, b, c, d = row_keys(parts, bias, row, T, PARTS, E, WIDE)
-    key, index = best_key(a, b, c, d)
+    """Return the experts of a row that have these places, and their weights.
+
+    lane: 0 to 31, [32].
+    """
+    a, b, c, d = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
+    key, index = best_key(a, b, c, d, lane)
     most = _number(key)
     powers = _power(a, most) + _power(b, most) + _power(c, most) + _power(d, most)
     every = tl.sum(powers, 0)
-    found = tl.zeros(places.shape, tl.int32)
-    weights = tl.zeros(places.shape, tl.float32)
+    found = places * 0
+    weights = places.to(tl.float32) * 0.0
     total = 0.0
     for place in tl.static_range(CHOSEN):
         if place > 0:
-            a, b = without(a, index, 0), without(b, index, 32)
-            c, d = without(c, index, 64), without(d, index, 96)
-            key, index = best_key(a, b, c, d)
+            a, b = without(a, index, lane, 0), without(b, index, lane, 32)
+            c, d = without(c, index, lane, 64), without(d, index, lane, 96)
+            key, index = best_key(a, b, c, d, lane)
         score = tl.exp(_number(key) - most) / every
         total += score
         found = tl.where(places == place, index, found)

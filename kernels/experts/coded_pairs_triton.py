@@ -103,7 +103,9 @@ def _coded_gate_up(
         tl.extra.cuda.gdc_launch_dependents()
     place = tl.program_id(0)
     if PARTS > 0:
-        expert = chosen_expert(parts, logit_bias, 0, place, T, PARTS, LOGITS, WIDE)
+        expert = chosen_expert(
+            parts, logit_bias, 0, place, tl.arange(0, 32), T, PARTS, LOGITS, WIDE
+        )
     else:
         expert = tl.load(experts + place)
     pairs = _pairs(order, experts, place, expert, tl.arange(0, M), P, M, WIDTH)
@@ -180,7 +182,7 @@ def _coded_down(
     # The kernel before waited for the ids or logits, so they are there.
     if PARTS > 0:
         expert, share = chosen_experts(
-            parts, logit_bias, tl.program_id(0), taken, T, scale, tiny,
+            parts, logit_bias, tl.program_id(0), taken, tl.arange(0, 32), T, scale, tiny,
             PARTS, E, WIDE, CHOSEN, NORMALISED,
         )  # fmt: skip
         expert = expert.to(tl.int64)

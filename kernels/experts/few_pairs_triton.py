@@ -91,7 +91,9 @@ def _expert_gate_up(
     columns = tl.program_id(1) * N + tl.arange(0, N)
     if PARTS > 0:
         row, place = tl.program_id(0) // CHOSEN, tl.program_id(0) % CHOSEN
-        expert = chosen_expert(parts, logit_bias, row, place, T, PARTS, E, WIDE).to(tl.int64)
+        expert = chosen_expert(
+            parts, logit_bias, row, place, tl.arange(0, 32), T, PARTS, E, WIDE
+        ).to(tl.int64)
     else:
         expert = tl.load(ids + pair).to(tl.int64)
     stop = D
@@ -163,7 +165,7 @@ def _expert_down(
     # while it runs.
     if PARTS > 0:
         expert, share = chosen_experts(
-            parts, logit_bias, tl.program_id(0), taken, T, scale, tiny,
+            parts, logit_bias, tl.program_id(0), taken, tl.arange(0, 32), T, scale, tiny,
             PARTS, E, WIDE, CHOSEN, NORMALISED,
         )  # fmt: skip
         expert = expert.to(tl.int64)
