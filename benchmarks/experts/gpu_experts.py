@@ -33,9 +33,12 @@ from sidestep.kernels.experts.experts_config import (
     CodedConfigs,
     FewConfig,
     FewConfigs,
+    RegisterConfig,
+    RegisterConfigs,
     SortedConfig,
     SortedConfigs,
     few_configs,
+    register_configs,
 )
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import decided, route
@@ -57,7 +60,7 @@ QWEN = Sizes(2048, 768, 128, 8)
 FORMS = {"bf16": QWEN, "fp8": QWEN, "fp8-block": QWEN, "mxfp4": Sizes(2880, 2880, 32, 4)}
 SETS = 6
 """Sets of chosen experts, so that a few rows' matrices are not in the cache from run to run."""
-Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs
+Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs | RegisterConfigs
 
 
 def coded(form: str, rows: int, columns: int) -> ExpertCodes:
@@ -137,6 +140,19 @@ def few_candidates() -> Iterator[Configs]:
                 yield dataclasses.replace(default, down=dataclasses.replace(one, registers=128))
 
 
+def register_candidates(layer: Layer) -> Iterator[Configs]:
+    """Yield configurations for a few pairs of coded experts from registers."""
+    kept = 1 << (layer.sizes.chosen - 1).bit_length()
+    sizes = layer.rows, layer.sizes.hidden, layer.sizes.inner, layer.sizes.chosen
+    default = register_configs(*sizes, four_bits=layer.form == "mxfp4")
+    assert default is not None
+    for rows, warps, stages in itertools.product((16, 32), (4, 8), (1, 2, 3, 4)):
+        yield dataclasses.replace(default, gate_up=RegisterConfig(rows, warps, stages))
+    for warps, stages in itertools.product((4, 8, 16), (1, 2, 3, 4, 6)):
+        if warps >= kept:
+            yield dataclasses.replace(default, down=RegisterConfig(16, warps, stages))
+
+
 def coded_candidates() -> Iterator[Configs]:
     """Yield configurations for a few pairs of coded experts, and for more."""
     for rows, warps, stages in itertools.product((64, 128), (4, 8), (3, 4, 5, 6)):
@@ -169,6 +185,8 @@ def sorted_candidates() -> Iterator[Configs]:
 def candidates(layer: Layer) -> Iterator[Configs]:
     """Yield the configurations that a layer may have."""
     if layer.form != "bf16":
+        if few_pairs(layer.rows, layer.sizes.chosen, layer.sizes.experts):
+            yield from register_candidates(layer)
         yield from coded_candidates()
     else:
         if few_pairs(layer.rows, layer.sizes.chosen, layer.sizes.experts):

@@ -96,6 +96,26 @@ class CodedConfigs:
     """Whether the pairs are sorted."""
 
 
+@dataclass(frozen=True)
+class RegisterConfig:
+    """Partition of a product of a few pairs of coded experts, which come from registers."""
+
+    rows: int = 16
+    """Rows of a program, half of them of the gate; 16 outputs for down."""
+    warps: int = 4
+    """Warps of a program: for down, at least one for each expert of a token."""
+    stages: int = 4
+    """Steps that are loading at once."""
+
+
+@dataclass(frozen=True)
+class RegisterConfigs:
+    """Configurations of both products."""
+
+    gate_up: RegisterConfig
+    down: RegisterConfig
+
+
 def few_configs() -> FewConfigs:
     """Return the configurations for a few pairs."""
     return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1, registers=128))
@@ -144,3 +164,29 @@ def coded_configs(pairs: int, experts: int, *, few: bool) -> CodedConfigs:
         return CodedConfigs(middle, middle, 64, in_tiles=True)
     small = CodedConfig(128, stages=4)
     return CodedConfigs(small, small, 16 if each < 12 else 32, in_tiles=True)
+
+
+_STEP = 128
+"""Columns of a step of products from registers."""
+_MOST_TURNS = 12
+"""Steps of one warp, which are written out one after the other."""
+
+
+def register_configs(
+    rows: int, width: int, inner_width: int, chosen: int, *, four_bits: bool
+) -> RegisterConfigs | None:
+    """Return the configurations for these inputs and inner values, or None if they are too many.
+
+    The shares of warps do not depend on the number of rows, so a row's bits do not either.
+    """
+    kept = 1 << (chosen - 1).bit_length()
+    gate_up = next((w for w in (4, 8, 16) if -(-width // _STEP) <= w * _MOST_TURNS), None)
+    shares = (w for w in (8, 16) if w >= kept)
+    down = next((w for w in shares if -(-inner_width // _STEP) <= w // kept * _MOST_TURNS), None)
+    if gate_up is None or down is None:
+        return None
+    if not four_bits:
+        return RegisterConfigs(RegisterConfig(16, gate_up, 4), RegisterConfig(16, down, 4))
+    # Several pairs that share a program's weights share their decoding too.
+    tile, stages = (16, 2) if rows == 1 else (32, 4)
+    return RegisterConfigs(RegisterConfig(tile, gate_up, 2), RegisterConfig(16, down, stages))

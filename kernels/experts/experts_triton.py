@@ -1,10 +1,11 @@
 """The products of a mixture of experts in Triton.
 
-A pair is a token and one of its experts. For a few pairs, each is multiplied by itself, or by
-those of its expert (few_pairs_triton.py, coded_pairs_triton.py). For more, they are sorted by
-expert, in tiles (sorted_pairs_triton.py). Then a tile is multiplied at once: by
-bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk copy engine cannot be used, or by
-coded_pairs_triton.py where experts are in codes. A last kernel adds each token's results.
+A pair is a token and one of its experts. For a few pairs, each is multiplied by itself
+(few_pairs_triton.py), or by those of its expert where experts are in codes (coded_few_gluon.py,
+coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs_triton.py). Then
+a tile is multiplied at once: by bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk
+copy engine cannot be used, or by coded_pairs_triton.py where experts are in codes. A last kernel
+adds each token's results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -20,28 +21,33 @@ from torch import Tensor
 from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
 from sidestep.kernels.experts.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
-from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.experts_config import (
     BulkConfigs,
     CodedConfigs,
     FewConfigs,
+    RegisterConfigs,
     SortedConfigs,
     bulk_configs,
     coded_configs,
     few_configs,
+    register_configs,
     sorted_configs,
 )
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.routing_triton import decided
 from sidestep.kernels.experts.sorted_pairs_triton import combine_pairs, sort_pairs
+from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
+from sidestep.kernels.quantized.device_matrix import STEP
 
 Activation = tuple[bool, float | None, float | None]
 """Whether it is GELU, and alpha and limit of a clamp."""
 Configs = FewConfigs | SortedConfigs | BulkConfigs
+InCodes = CodedConfigs | RegisterConfigs
 
 
 def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
@@ -65,7 +71,7 @@ def multiply_experts(
     few: bool | None = None,
     some: bool = False,
     norm: RmsNorm | None = None,
-    configs: Configs | CodedConfigs | None = None,
+    configs: Configs | InCodes | None = None,
 ) -> BegunNorm | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
@@ -85,25 +91,36 @@ def multiply_experts(
     begun = norm if x.dtype == torch.bfloat16 else None
     if isinstance(gate_up, ExpertCodes):
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
-        coded = configs or coded_configs(rows * chosen, down.num_experts, few=few)
-        operands = gate_up, down, activation, coded
-        alone = rows == 1 and not coded.in_tiles
-        if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
+        coded = configs or _configs_in_codes(x, chosen, gate_up, down, few=few)
+        matrices = gate_up, down, activation
+        unsorted = isinstance(coded, RegisterConfigs) or not coded.in_tiles
+        if isinstance(routed, Undecided) and not (
+            rows == 1 and unsorted and chosen_in_kernels(routed)
+        ):
             routed = decided(routed)
-        if not coded.in_tiles:
-            return multiply_few_codes(x, routed, out, *operands, add=add, some=some, norm=begun)
+        if isinstance(coded, RegisterConfigs):
+            # Not every version of Triton has its language.
+            from sidestep.kernels.experts.coded_few_gluon import multiply_from_registers
+
+            return multiply_from_registers(
+                x, routed, out, *matrices, coded, add=add, some=some, norm=begun
+            )
+        if unsorted:
+            return multiply_few_codes(
+                x, routed, out, *matrices, coded, add=add, some=some, norm=begun
+            )
         assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, coded.pairs)
-        results = multiply_sorted_codes(x, chosen, tiles, *operands)
+        results = multiply_sorted_codes(x, chosen, tiles, *matrices, coded)
     else:
-        assert isinstance(down, ExpertMatrix) and not isinstance(configs, CodedConfigs)
+        assert isinstance(down, ExpertMatrix) and not isinstance(configs, InCodes)
         found = configs or _configs(x, rows * chosen, gate_up, down, few=few)
         alone = rows == 1 and isinstance(found, FewConfigs)
         if isinstance(routed, Undecided) and not (alone and chosen_in_kernels(routed)):
             routed = decided(routed)
         if isinstance(found, FewConfigs):
-            matrices = gate_up, down, activation, found
-            return multiply_few(x, routed, out, *matrices, add=add, some=some, norm=begun)
+            few_operands = gate_up, down, activation, found
+            return multiply_few(x, routed, out, *few_operands, add=add, some=some, norm=begun)
         assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, found.pairs)
         sorted_pairs = x, chosen, tiles, gate_up, down, activation
@@ -113,6 +130,27 @@ def multiply_experts(
             results = multiply_grouped(*sorted_pairs, found)
     combine_pairs(results, routed, out, add=add, some=some)
     return None
+
+
+def _configs_in_codes(
+    x: Tensor, chosen: int, gate_up: ExpertCodes, down: ExpertCodes, *, few: bool
+) -> InCodes:
+    """Return the usual configurations for coded matrices."""
+    if few and _in_registers(x, gate_up.coding) and _in_registers(x, down.coding):
+        four_bits = gate_up.coding.kind in ("int4", "mxfp4")
+        sizes = *x.shape, gate_up.num_rows // 2, chosen
+        found = register_configs(*sizes, four_bits=four_bits)
+        if found is not None:
+            return found
+    return coded_configs(len(x) * chosen, down.num_experts, few=few)
+
+
+def _in_registers(x: Tensor, coding: Coding) -> bool:
+    """Return whether the kernels that take codes straight into registers read this coding."""
+    gpu = gpu_of(x.device)
+    types = (torch.bfloat16,) if coding.kind == "mxfp4" else (torch.bfloat16, torch.float16)
+    capable = gpu is not None and gpu.capability >= 90
+    return capable and x.dtype in types and coding.width % STEP == 0
 
 
 def _configs(

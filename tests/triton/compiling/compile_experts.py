@@ -5,6 +5,7 @@ from __future__ import annotations
 from sidestep.kernels.experts import experts_triton, routing_triton
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.experts_config import CodedConfigs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded
@@ -100,4 +101,8 @@ def launch_coded_experts() -> None:
             x = bf16(rows, hidden)
             choice = Choice(8, normalised=True)
             routed = routing_triton.route(x, bf16(experts, hidden), None, choice)
-            experts_triton.multiply_experts(x, routed, gate_up, down, bf16(rows, hidden), add=True)
+            configs = (None, CodedConfigs()) if rows == 8 else (None,)
+            for chosen in configs:
+                experts_triton.multiply_experts(
+                    x, routed, gate_up, down, bf16(rows, hidden), add=True, configs=chosen
+                )

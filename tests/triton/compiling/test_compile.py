@@ -67,6 +67,8 @@ EXPERTS = {
     "_coded_down",
     "_coded_sorted_down",
 }
+REGISTER_EXPERTS = {"_register_gate_up", "_register_down"}
+"""Kernels of a few pairs of coded experts, on Hopper and later."""
 SORTED_EXPERTS = {90: {"_bulk_gate_up", "_bulk_down"}}
 """Kernels of sorted pairs by compute capability."""
 OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
@@ -185,7 +187,9 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
         "sums": set(MEETINGS),
         "attention": ATTENTION | (FEW if few else set()),
         "products": PRODUCTS[job.capability],
-        "experts": EXPERTS | SORTED_EXPERTS.get(job.capability, OTHER_SORTED_EXPERTS),
+        "experts": EXPERTS
+        | SORTED_EXPERTS.get(job.capability, OTHER_SORTED_EXPERTS)
+        | (REGISTER_EXPERTS if job.capability >= 90 else set()),
         "quantized": (QUANTIZED - others) | own if hopper else QUANTIZED,
         "all-quantized": QUANTIZED | own if hopper else QUANTIZED,
         "recurrent": RECURRENT,
