@@ -39,6 +39,8 @@ _NEXT_PRODUCT = {
 }
 _OF_EXPERTS = {
     "_router_product": "router",
+    "_router_rows": "router",
+    "_router_tiles": "router",
     "_choose_experts": "router",
     "_count_pairs": "experts",
     "_place_pairs": "experts",
@@ -46,9 +48,18 @@ _OF_EXPERTS = {
     "_expert_down": "experts",
     "_grouped_gate_up": "experts",
     "_grouped_down": "experts",
+    "_bulk_gate_up": "experts",
+    "_bulk_down": "experts",
+    "_coded_gate_up": "experts",
+    "_coded_down": "experts",
+    "_coded_sorted_down": "experts",
+    "_register_gate_up": "experts",
+    "_register_down": "experts",
     "_combine": "experts",
 }
-_PRODUCT = re.compile(r"_skinny|_streamed|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE)
+_PRODUCT = re.compile(
+    r"_skinny|_streamed|_register_codes|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE
+)
 _SUM = re.compile(r"reduce", re.IGNORECASE)
 
 

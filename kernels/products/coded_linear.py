@@ -21,7 +21,13 @@ from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
-from sidestep.kernels.products.streamed_config import ALIGNED, StreamedConfig, WideConfig, padded
+from sidestep.kernels.products.streamed_config import (
+    ALIGNED,
+    RegisterConfig,
+    StreamedConfig,
+    WideConfig,
+    padded,
+)
 from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -49,6 +55,9 @@ _MOST_SPLIT = 8
 _SHARE, _MOST_STAGES = 55 << 10, 10
 """Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
 and the tiles in its ring."""
+_MOST_FROM_REGISTERS = 12 << 20
+"""Numbers of a matrix up to which one row's product takes codes straight into registers. A larger
+one is faster with a ring, which loads more of it while the kernel before still runs."""
 _LEAST_STEPS = {256: 3, 128: 7}
 """Columns of a step, of codes of 4 and 8 bits -> the least number of steps of a program, where
 several share a tile."""
@@ -71,7 +80,9 @@ _MOST_SHARING, _SHARING_US = 4, 5.0
 """Programs that share a tile of these at most, and the time that they need for it."""
 
 
-def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | StreamedConfig:
+def choose(
+    tokens: int, matrix: DeviceMatrix, gated: bool
+) -> CodedConfig | StreamedConfig | RegisterConfig:
     """Return the configuration for this number of rows of x."""
     gpu = gpu_of(matrix.device)
     large = gpu is not None and gpu.capability >= 90 and matrix.dtype != torch.float32
@@ -82,7 +93,10 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
     outputs, inputs = matrix.shape[0] // (1 + gated), matrix.shape[1]
     processors = num_processors(matrix.device)
     if streams(matrix):
-        return _streamed_config(tokens, matrix, gated, outputs, processors)
+        config = _streamed_config(tokens, matrix, gated, outputs, processors)
+        if tokens == 1 and _from_registers(matrix, gated):
+            return RegisterConfig(config.split)
+        return config
     split = split_of(outputs, inputs, 2 * processors)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
     most = MAX_ROWS if large or not gated else MAX_ROWS // 2
@@ -95,6 +109,12 @@ def choose(tokens: int, matrix: DeviceMatrix, gated: bool) -> CodedConfig | Stre
     return CodedConfig(_BLOCK_N, rows, split, num_stages=stages)
 
 
+def _from_registers(matrix: DeviceMatrix, gated: bool) -> bool:
+    """Return whether one row's product takes the codes straight into registers."""
+    small = matrix.shape[0] * matrix.shape[1] <= _MOST_FROM_REGISTERS
+    return small and not gated and matrix.kind in ("fp8", "int8", "int4")
+
+
 def _streamed_config(
     tokens: int, matrix: DeviceMatrix, gated: bool, outputs: int, processors: int
 ) -> StreamedConfig:
@@ -105,7 +125,9 @@ def _streamed_config(
     processors that the kernel before leaves free.
     """
     inputs, width = matrix.shape[1], 32 * matrix.in_word
-    split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, _LEAST_STEPS[width])
+    # One row's product from registers has the same parts.
+    least = -(-_LEAST_STEPS[width] // (2 if _from_registers(matrix, gated) else 1))
+    split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, least)
     # The split follows from W's size alone, but a program of many rows has half of the pair.
     halves = 1 + (gated and tokens <= _MOST_FUSED)
     stage = _BLOCK_N * halves * 128 + padded(tokens) * width * matrix.dtype.itemsize

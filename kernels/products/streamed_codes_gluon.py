@@ -29,9 +29,10 @@ from sidestep.kernels.products.streamed_config import StreamedConfig, padded
 from sidestep.kernels.products.streamed_linear_gluon import (
     _barrier,
     _bulk_load,
-    _scale,
     _sum_of,
     _tiles,
+    scale_of,
+    tree_layout,
 )
 from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
@@ -43,6 +44,15 @@ _memory = gl.shared_memory_descriptor
 _reinterpreted = getattr(
     _memory, "reinterpret" if hasattr(_memory, "reinterpret") else "_reinterpret"
 )
+
+
+@gluon.constexpr_function
+def _results_layout(outputs: int, rows: int, warps: int) -> gl.DistributedLinearLayout:
+    """Return the layout of results [outputs, rows]: a row's outputs are added as by tree_sum."""
+    tree = tree_layout(rows, outputs, warps)
+    bases = tree.reg_bases, tree.lane_bases, tree.warp_bases
+    flipped = [[[b, a] for a, b in one] for one in bases]
+    return gl.DistributedLinearLayout(*flipped, [], [outputs, rows])
 
 
 @gluon.jit
@@ -179,7 +189,7 @@ def _streamed_codes(
     BYTES: gl.constexpr = BN * HALVES * WORDS * 4 + ROWS * BK * 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, ROWS, 16])
     FIRST: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([BN // 32, 1], [32, 1], [1, num_warps], [0, 1])
+    WIDE: gl.constexpr = _results_layout(BN, ROWS, num_warps)
     CODES: gl.constexpr = words_layout(BN, num_warps, WORDS)
     SIXTEEN: gl.constexpr = words_layout(BN, num_warps, WORDS // 2)
     PIECE: gl.constexpr = BK // 2
@@ -254,7 +264,7 @@ def _streamed_codes(
         )
     if PARTS:
         factor = gl.convert_layout(
-            _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
+            scale_of(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
         )
     # 2. Multiply step by step. While the tensor cores work on a piece, the next one is decoded.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)

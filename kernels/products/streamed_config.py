@@ -29,6 +29,24 @@ class StreamedConfig:
     block_n: int = BLOCK_N
 
 
+@dataclass(frozen=True)
+class RegisterConfig:
+    """Partition of coded W among warps that read it straight into registers, for one row."""
+
+    split: int
+    """Warps that share a tile's columns."""
+    groups: int = 1
+    """Tiles of 16 rows of W of a program."""
+    stages: int = 2
+    """Steps of a warp that are loading at once. With more of them, fewer programs fit beside those
+    of the kernel before."""
+
+    @property
+    def block_n(self) -> int:
+        """Outputs of a program."""
+        return self.groups * 16
+
+
 def config(tokens: int, num_outputs: int, num_inputs: int, gated: bool) -> StreamedConfig:
     """Return a ring that fills shared memory, and a split for at most one wave of programs.
 

@@ -69,18 +69,51 @@ def _ask_for_w(
         _bulk_load(w_tiles, [up_row, step * BK], bars.index(slot), up_ring.index(slot), pred=pred)
 
 
+@gluon.constexpr_function
+def tree_layout(rows: int, parts: int, warps: int) -> gl.DistributedLinearLayout:
+    """Return the layout of [rows, parts] in which tree_sum adds neighbours first.
+
+    A thread has the lowest bits of a part's number. Lanes have the others, in reverse: a sum over
+    lanes begins with those that are farthest apart.
+    """
+    alone = max(0, parts.bit_length() - 6)
+    over_lanes = parts.bit_length() - 1 - alone
+    own = [[0, 1 << i] for i in range(alone)]
+    lanes = [[0, 1 << (alone + over_lanes - 1 - i)] for i in range(over_lanes)]
+    lanes += [[0, 0]] * (5 - over_lanes)
+    of_rows = [[1 << i, 0] for i in range(rows.bit_length() - 1)]
+    of_warps = warps.bit_length() - 1
+    turns = of_rows[:of_warps] + [[0, 0]] * (of_warps - len(of_rows))
+    return gl.DistributedLinearLayout(own + of_rows[of_warps:], lanes, turns, [], [rows, parts])
+
+
 @gluon.jit
-def _scale(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
+def tree_sum(v):
+    """Return the sums of the rows of v, whose layout is a tree_layout: neighbours are added first.
+
+    So sums of parts that are themselves sums of 16, 32 or 64 numbers have the same bits.
+    """
+    ROWS: gl.constexpr = v.shape[0]
+    ALONE: gl.constexpr = max(0, v.shape[1].bit_length() - 6)
+    for _ in gl.static_range(ALONE):
+        a, b = v.reshape(ROWS, v.shape[1] // 2, 2).split()
+        v = a + b
+    return gl.sum(v, 1)
+
+
+@gluon.jit
+def scale_of(squares, T, eps, K, ROWS: gl.constexpr, PARTS: gl.constexpr, num_warps: gl.constexpr):
     """Return the norm's factor for these rows of a stream, from parts of the sums of squares."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [num_warps, 1], [1, 0])
+    WIDTH: gl.constexpr = triton.next_power_of_2(PARTS)
+    layout: gl.constexpr = tree_layout(ROWS, WIDTH, num_warps)
     token = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    part = gl.arange(0, triton.next_power_of_2(PARTS), layout=gl.SliceLayout(0, layout))
+    part = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     given = gl.load(
         squares + gl.minimum(token, T - 1)[:, None] * PARTS + part[None, :],
         mask=(part < PARTS)[None, :],
         other=0.0,
     )
-    return gl.rsqrt(gl.sum(given, 1) / K + eps)
+    return gl.rsqrt(tree_sum(given) / K + eps)
 
 
 @gluon.jit
@@ -178,7 +211,7 @@ def _streamed(
         before = gl.load(places, mask=inside, other=0.0)
     if PARTS:
         scale = gl.convert_layout(
-            _scale(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
+            scale_of(squares, T, eps, K, ROWS, PARTS, num_warps), gl.SliceLayout(0, WIDE)
         )
     # 2. Multiply step by step; a tile's slot is loaded again once the product after it has begun.
     acc = gl.zeros([BN, ROWS], gl.float32, MMA)

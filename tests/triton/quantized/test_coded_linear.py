@@ -19,7 +19,7 @@ from sidestep.kernels.products.coded_linear import (
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
-from sidestep.kernels.products.streamed_config import StreamedConfig, WideConfig
+from sidestep.kernels.products.streamed_config import RegisterConfig, StreamedConfig, WideConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -298,6 +298,36 @@ def test_a_begun_norm_is_finished(parts: int, gated: bool) -> None:
         with PoisonedAllocations():
             found = own_linear(stream, on_device(given), gated=gated, config=config)
         assert_close(found, exact(weighted.double() * factor, given, gated=gated))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "config", [RegisterConfig(1, 4, 1), RegisterConfig(4, 2, 3), RegisterConfig(8, 1, 2)], ids=str
+)
+@pytest.mark.parametrize("form", [*FORMS[:5], Form("int4", WHOLE, zeros=True)], ids=str)
+def test_one_row_from_registers(form: Form, config: RegisterConfig) -> None:
+    """Outputs do not fill the tiles, and the columns not the warps' last steps."""
+    outputs, inputs, values = 200, 1832, Values(5)
+    weighted = guarded(values.normal(1, inputs, dtype=DTYPE))
+    squares = guarded(values.normal(1, 115, dtype=torch.float32, scale=4).square())
+    norm = RmsNorm(poisoned(inputs, dtype=DTYPE), 1e-5)
+    given = matrix_of(form, outputs, inputs, DTYPE)
+    matrix, bias = on_device(given), guarded(values.normal(outputs, dtype=DTYPE))
+    factor = (squares.double().sum(1, keepdim=True) / inputs + norm.eps).rsqrt()
+    stream = Stream(poisoned(1, inputs, dtype=DTYPE), norm, BegunNorm(weighted, squares))
+    with unchanged(weighted=weighted, words=matrix.words), PoisonedAllocations():
+        found = own_linear(stream, matrix, bias, config=config)
+    assert_close(found, exact(weighted.double() * factor, given, bias), 8)
+    added = poisoned(1, outputs, dtype=DTYPE).copy_(values.normal(1, outputs, dtype=DTYPE))
+    expected = exact(weighted, given, bias) + added.double()
+    following = RmsNorm(guarded(values.normal(outputs, dtype=DTYPE)), 1e-5)
+    with PoisonedAllocations():
+        begun = add_own_linear(added, weighted, matrix, bias, norm=following, config=config)
+    assert begun is not None
+    assert_close(added, expected, 8)
+    assert_close(begun.weighted, added.double() * following.weight.double(), 1)
+    sums = [part.square().sum(1) for part in added.double().split(config.block_n, 1)]
+    assert_close(begun.squares, torch.stack(sums, 1))
 
 
 # In the interpreter a product's order depends on its size.
