@@ -22,8 +22,14 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0, "nf4": 1.0, "fp4": 6.0}
 _LEVELS = 15
 """Steps between the smallest and the largest code of four bits."""
 _Fit = tuple[Tensor, ...]
+_AT_ONCE = 1 << 17
+"""Numbers that a CPU fits at a time."""
 _RANGES = (1.0, 0.95, 0.9, 0.85)
 """Parts of a group's range that its codes may cover."""
+_FITTED_RANGES = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+"""The same where groups have minimums."""
+_REFITS = 3
+"""Lines that follow the best one of the ranges."""
 
 
 def encode(weight: Tensor, scheme: WeightScheme, *, finds_zeros: bool = False) -> CodedMatrix:
@@ -41,9 +47,9 @@ def encode(weight: Tensor, scheme: WeightScheme, *, finds_zeros: bool = False) -
     zeros: Tensor | None = None
     has_zeros = scheme.kind == "int4" and scheme.offset
     if scheme.fitted:
-        codes, scales, minimums = _fitted(groups)
+        codes, scales, minimums = _by_parts(_fitted, groups)
     elif has_zeros and finds_zeros:
-        codes, scales, zeros = _with_zeros(groups)
+        codes, scales, zeros = _by_parts(_with_zeros, groups)
     else:
         scales = _short(groups.abs().amax((1, 3), keepdim=True) / _LARGEST[scheme.kind])
         codes = groups / _divisor(scales)
@@ -87,30 +93,50 @@ def _without_memory(weight: Tensor, scheme: WeightScheme, height: int, width: in
     )
 
 
+def _by_parts(fit: Callable[[Tensor], _Fit], groups: Tensor) -> _Fit:
+    """Return what `fit` returns, computed on a CPU for as many rows at a time as its caches hold.
+
+    It goes through its numbers many times.
+    """
+    if groups.device.type != "cpu":
+        return fit(groups)
+    rows = max(1, _AT_ONCE // groups[0].numel())
+    return tuple(torch.cat(parts) for parts in zip(*map(fit, groups.split(rows)), strict=True))
+
+
 def _fitted(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes from 0 to 15, and the scales and minimums of groups, with little square error.
 
-    Codes are those of a range a little smaller than that of the numbers. Then the line through
-    codes and numbers with the least square error gives scale and minimum, and the codes again.
+    Codes are those of several ranges about that of the numbers. Each gives a line through codes and
+    numbers. The codes of the best line give the next one.
     """
     low, high = (_extreme(groups, one) for one in (torch.amin, torch.amax))
     middle, half = (low + high) / 2, (high - low) / 2
-    mean = groups.mean((1, 3), keepdim=True)
     best: _Fit = ()
-    for part in _RANGES:
+    for part in _FITTED_RANGES:
         scale = half * (2 * part / _LEVELS)
-        codes = _levels(groups, scale, half * part - middle)
-        spread = codes - codes.mean((1, 3), keepdim=True)
-        squares = spread.square().sum((1, 3), keepdim=True)
-        scale = (spread * groups).sum((1, 3), keepdim=True) / _divisor(squares)
-        scale = scale.bfloat16().float()
-        ahead = (codes.mean((1, 3), keepdim=True) - MIDDLE) * scale
-        minimum = (ahead - mean).bfloat16().float()
-        codes = _levels(groups, scale, minimum + MIDDLE * scale)
-        error = ((codes - MIDDLE) * scale - minimum - groups).square_().sum((1, 3), keepdim=True)
-        best = _better(best, (error, codes, scale, minimum))
+        best = _better(best, _line(groups, _levels(groups, scale, half * part - middle)))
+    for _ in range(_REFITS):
+        best = _better(best, _line(groups, best[1]))
     _, codes, scale, minimum = best
     return codes, scale, minimum
+
+
+def _line(groups: Tensor, codes: Tensor) -> _Fit:
+    """Return error, codes, scale and minimum of the line with the least square error.
+
+    It goes through numbers and the given codes, and gives them codes again.
+    """
+    mean = codes.mean((1, 3), keepdim=True)
+    spread = codes - mean
+    squares = spread.square().sum((1, 3), keepdim=True)
+    scale = (spread * groups).sum((1, 3), keepdim=True) / _divisor(squares)
+    scale = scale.bfloat16().float()
+    minimum = (mean - MIDDLE) * scale - groups.mean((1, 3), keepdim=True)
+    minimum = minimum.bfloat16().float()
+    codes = _levels(groups, scale, minimum + MIDDLE * scale)
+    error = ((codes - MIDDLE) * scale - minimum - groups).square_().sum((1, 3), keepdim=True)
+    return error, codes, scale, minimum
 
 
 def _with_zeros(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
