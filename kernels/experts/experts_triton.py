@@ -91,7 +91,7 @@ def multiply_experts(
     begun = norm if x.dtype == torch.bfloat16 else None
     if isinstance(gate_up, ExpertCodes):
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
-        coded = configs or _configs_in_codes(x, chosen, gate_up, down, few=few)
+        coded = configs or configs_in_codes(x, chosen, gate_up, down, few=few)
         matrices = gate_up, down, activation
         unsorted = isinstance(coded, RegisterConfigs) or not coded.in_tiles
         if isinstance(routed, Undecided) and not (
@@ -132,17 +132,20 @@ def multiply_experts(
     return None
 
 
-def _configs_in_codes(
+def configs_in_codes(
     x: Tensor, chosen: int, gate_up: ExpertCodes, down: ExpertCodes, *, few: bool
 ) -> InCodes:
     """Return the usual configurations for coded matrices."""
-    if few and _in_registers(x, gate_up.coding) and _in_registers(x, down.coding):
+    (rows, width), inner_width = x.shape, gate_up.num_rows // 2
+    # Inputs are copied in pieces of 16 bytes.
+    aligned = width % 8 == 0 and inner_width % 8 == 0
+    readable = _in_registers(x, gate_up.coding) and _in_registers(x, down.coding)
+    if few and aligned and readable:
         four_bits = gate_up.coding.kind in ("int4", "mxfp4")
-        sizes = *x.shape, gate_up.num_rows // 2, chosen
-        found = register_configs(*sizes, four_bits=four_bits)
+        found = register_configs(rows, width, inner_width, chosen, four_bits=four_bits)
         if found is not None:
             return found
-    return coded_configs(len(x) * chosen, down.num_experts, few=few)
+    return coded_configs(rows * chosen, down.num_experts, few=few)
 
 
 def _in_registers(x: Tensor, coding: Coding) -> bool:
