@@ -48,6 +48,8 @@ Activation = tuple[bool, float | None, float | None]
 """Whether it is GELU, and alpha and limit of a clamp."""
 Configs = FewConfigs | SortedConfigs | BulkConfigs
 InCodes = CodedConfigs | RegisterConfigs
+_MOST_WIDTH = 5 << 10
+"""Inputs of eight pairs that the shared memory of all GPUs from Hopper on has room for."""
 
 
 def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
@@ -137,8 +139,8 @@ def configs_in_codes(
 ) -> InCodes:
     """Return the usual configurations for coded matrices."""
     (rows, width), inner_width = x.shape, gate_up.num_rows // 2
-    # Inputs are copied in pieces of 16 bytes.
-    aligned = width % 8 == 0 and inner_width % 8 == 0
+    # Inputs are copied in pieces of 16 bytes, those of eight pairs at once.
+    aligned = width % 8 == 0 and inner_width % 8 == 0 and width <= _MOST_WIDTH
     readable = _in_registers(x, gate_up.coding) and _in_registers(x, down.coding)
     if few and aligned and readable:
         four_bits = gate_up.coding.kind in ("int4", "mxfp4")

@@ -24,9 +24,10 @@ BLOCKS, GROUPS_OF_32 = Form("fp8", (128, 128)), Form("int4", (1, 32))
         # Older GPUs lack instructions that decode.
         (89, BLOCKS, 2048, 768, 8, True, CodedConfigs),
         (90, GROUPS_OF_32, 2048, 768, 8, True, CodedConfigs),
-        # Rows that are not aligned, more experts than a program has warps, and too many steps.
+        # Rows that are not aligned or too long, more experts than warps, and too many steps.
         (90, BLOCKS, 2052, 768, 8, True, CodedConfigs),
         (90, BLOCKS, 2048, 764, 8, True, CodedConfigs),
+        (90, BLOCKS, 7168, 2048, 8, True, CodedConfigs),
         (90, BLOCKS, 2048, 768, 17, True, CodedConfigs),
         (90, BLOCKS, 2048, 14336, 8, True, CodedConfigs),
     ],
