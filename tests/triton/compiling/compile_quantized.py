@@ -50,6 +50,9 @@ FORMS = (
 MAIN_FORMS = FORMS[:3]
 ROWS = (1, 64, 100, TOKENS)
 VOCABULARY = 128_256
+_SMALL = 2048, 4096, 5120, 768
+"""Sizes of a layer whose small products of one row have a kernel of their own: Qwen3-30B-A3B's
+attention, and an expert."""
 
 
 def coded(form: Form, outputs: int, inputs: int, device: str = "meta") -> CodedMatrix:
@@ -91,6 +94,7 @@ def launch_quantized(sizes: tuple[int, int, int, int], forms: Iterable[Form]) ->
     for form in forms:
         for rows in ROWS:
             launch_layer(form, rows, *sizes)
+        launch_layer(form, 1, *_SMALL)
         head = CodedGpuMatrix(coded(form, VOCABULARY, sizes[0]), None)
         head(bf16(1, sizes[0]), bf16(1, VOCABULARY))
 
