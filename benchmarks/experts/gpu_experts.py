@@ -147,10 +147,10 @@ def register_candidates(layer: Layer) -> Iterator[Configs]:
     default = register_configs(*sizes, four_bits=layer.form == "mxfp4")
     assert default is not None
     for rows, warps, stages in itertools.product((16, 32), (4, 8), (1, 2, 3, 4)):
-        yield dataclasses.replace(default, gate_up=RegisterConfig(rows, warps, stages))
+        yield dataclasses.replace(default, gate_up=RegisterConfig(warps, stages), rows=rows)
     for warps, stages in itertools.product((4, 8, 16), (1, 2, 3, 4, 6)):
         if warps >= kept:
-            yield dataclasses.replace(default, down=RegisterConfig(16, warps, stages))
+            yield dataclasses.replace(default, down=RegisterConfig(warps, stages))
 
 
 def coded_candidates() -> Iterator[Configs]:

@@ -15,7 +15,6 @@ forms.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -33,7 +32,7 @@ from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_config import RegisterConfigs
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 from sidestep.kernels.quantized.turns_gluon import (
@@ -343,7 +342,7 @@ def multiply_from_registers(
     inner, c = x.new_empty(rows * chosen, inner_width), configs.gate_up
     turns = triton.cdiv(triton.cdiv(width, STEP), c.warps)
     pairs = rows * chosen
-    _register_gate_up[(pairs, triton.cdiv(inner_width, c.rows // 2))](
+    _register_gate_up[(pairs, triton.cdiv(inner_width, configs.rows // 2))](
         x,
         gate_up.words,
         gate_up.scales,
@@ -356,7 +355,7 @@ def multiply_from_registers(
         inner_width,
         gate_up.num_experts,
         chosen,
-        c.rows,
+        configs.rows,
         triton.next_power_of_2(max(pairs, gate_up.num_experts, 32)) if rows > 1 else 0,
         turns,
         min(c.stages, turns),
@@ -369,10 +368,7 @@ def multiply_from_registers(
     split = max(1, c.warps // kept)
     turns = triton.cdiv(triton.cdiv(inner_width, STEP), split)
     tiles = triton.cdiv(width, _ROWS.value)
-    begun = None
-    if norm is not None and norm.may_begin:
-        squares = x.new_empty(rows, tiles, dtype=torch.float32)
-        begun = BegunNorm(torch.empty_like(out), squares)
+    begun = room_to_begin(norm, out, tiles)
     _register_down[(rows, tiles)](
         inner,
         down.words,

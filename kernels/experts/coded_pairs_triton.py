@@ -11,7 +11,6 @@ token alone.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -29,7 +28,7 @@ from sidestep.kernels.experts.expert_codes_triton import coded_product
 from sidestep.kernels.experts.experts_config import CodedConfigs
 from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
@@ -381,10 +380,7 @@ def multiply_few_codes(
     c, kept = configs.down, triton.next_power_of_2(chosen)
     columns = max(1, c.rows // kept)
     tiles = triton.cdiv(width, columns)
-    begun = None
-    if norm is not None and norm.may_begin:
-        squares = x.new_empty(rows, tiles, dtype=torch.float32)
-        begun = BegunNorm(torch.empty_like(out), squares)
+    begun = room_to_begin(norm, out, tiles)
     _coded_down[(rows, tiles)](
         inner,
         down.words,

@@ -100,11 +100,9 @@ class CodedConfigs:
 class RegisterConfig:
     """Partition of a product of a few pairs of coded experts, which come from registers."""
 
-    rows: int = 16
-    """Rows of a program, half of them of the gate; 16 outputs for down."""
-    warps: int = 4
+    warps: int
     """Warps of a program: for down, at least one for each expert of a token."""
-    stages: int = 4
+    stages: int
     """Steps that are loading at once."""
 
 
@@ -114,6 +112,8 @@ class RegisterConfigs:
 
     gate_up: RegisterConfig
     down: RegisterConfig
+    rows: int = 16
+    """Rows of a program of the first product, half of them of the gate."""
 
 
 def few_configs() -> FewConfigs:
@@ -186,7 +186,7 @@ def register_configs(
     if gate_up is None or down is None:
         return None
     if not four_bits:
-        return RegisterConfigs(RegisterConfig(16, gate_up, 4), RegisterConfig(16, down, 4))
-    # Several pairs that share a program's weights share their decoding too.
-    tile, stages = (16, 2) if rows == 1 else (32, 4)
-    return RegisterConfigs(RegisterConfig(tile, gate_up, 2), RegisterConfig(16, down, stages))
+        return RegisterConfigs(RegisterConfig(gate_up, 4), RegisterConfig(down, 4))
+    if rows == 1:
+        return RegisterConfigs(RegisterConfig(gate_up, 2), RegisterConfig(down, 2))
+    return RegisterConfigs(RegisterConfig(gate_up, 2), RegisterConfig(down, 4), 32)

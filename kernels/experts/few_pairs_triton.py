@@ -6,7 +6,6 @@ streams. Nothing has to be sorted.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +20,7 @@ from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.experts_config import FewConfig, FewConfigs
 from sidestep.kernels.launch import has_pdl, pdl
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.prefetch_triton import prefetch
 
@@ -265,10 +264,7 @@ def multiply_few(
         **kind,
     )
     c = configs.down
-    begun = None
-    if norm is not None and norm.may_begin:
-        squares = x.new_empty(rows, triton.cdiv(width, c.columns), dtype=torch.float32)
-        begun = BegunNorm(torch.empty_like(out), squares)
+    begun = room_to_begin(norm, out, triton.cdiv(width, c.columns))
     _expert_down[(rows, triton.cdiv(width, c.columns))](
         inner,
         down.values,

@@ -94,6 +94,17 @@ class BegunNorm(NamedTuple):
     """
 
 
+def room_to_begin(norm: RmsNorm | None, out: Tensor, parts: int) -> BegunNorm | None:
+    """Return memory for the part of the norm that programs compute who write `out` [T, D].
+
+    parts: programs that share a row. None if there is no norm, or it computes nothing.
+    """
+    if norm is None or not norm.may_begin:
+        return None
+    squares = out.new_empty(len(out), parts, dtype=torch.float32)
+    return BegunNorm(torch.empty_like(out), squares)
+
+
 class QuantizedRows(NamedTuple):
     """Rows in 8 bits, as kernels/quantized/quantize_rows_triton.py makes them."""
 

@@ -45,7 +45,7 @@ FORMS = [
 ]
 WIDTH, INNER = 1600, 400
 CONFIGS = [
-    RegisterConfigs(RegisterConfig(rows, warps, stages), RegisterConfig(16, down, stages))
+    RegisterConfigs(RegisterConfig(warps, stages), RegisterConfig(down, stages), rows)
     for (rows, warps, down), stages in itertools.product(
         ((16, 4, 8), (32, 4, 16), (32, 8, 8)), (1, 3)
     )
