@@ -59,6 +59,19 @@ def with_experts(layers: int) -> Step:
     return [*INPUTS, *layer * layers, ("_gemv", "lm_head"), *SAMPLING]
 
 
+def with_codes(layers: int) -> Step:
+    """Return a step of one row of a model with coded experts, which choose in their kernels."""
+    layer = [
+        ("_register_codes", "qkv"),
+        ("_decode_few", "attention"),
+        ("_register_codes", "o"),
+        ("_router_rows", "router"),
+        ("_register_gate_up", "experts"),
+        ("_register_down", "experts"),
+    ]
+    return [*INPUTS, *layer * layers, ("_streamed", "lm_head"), *SAMPLING]
+
+
 def with_helpers(layers: int) -> Step:
     """Return a step of many rows: the library's products, with all their helper kernels."""
     layer = [
@@ -115,7 +128,7 @@ def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[st
     return kernels, times
 
 
-@pytest.mark.parametrize("make", [without_norms, with_helpers, mixed])
+@pytest.mark.parametrize("make", [without_norms, with_experts, with_codes, with_helpers, mixed])
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("early", [0.0, 0.75])
 def test_each_part_has_its_kernels(make: Callable[[int], Step], layers: int, early: float) -> None:
