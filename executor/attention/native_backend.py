@@ -2,7 +2,7 @@
 
 One call does all that a layer's attention does: it norms and rotates heads, writes keys and values
 to the cache and attends. It reads the blocks where they lie, so nothing is gathered or padded. See
-kernels/native/attention.c. The blocks have the torch backend's layout.
+kernels/native/source/attention.c. The blocks have the torch backend's layout.
 """
 
 from __future__ import annotations

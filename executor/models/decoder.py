@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionShape, Heads
 from sidestep.executor.layers.attention import Attention
-from sidestep.executor.layers.experts import Experts
+from sidestep.executor.layers.experts.layer import Experts
 from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
 from sidestep.executor.layers.mlp import Mlp
 from sidestep.executor.layers.norms import load_norm

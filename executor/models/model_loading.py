@@ -9,8 +9,8 @@ import torch
 
 from sidestep.executor.attention.base import AttentionBackend
 from sidestep.executor.attention.rotary import RotaryTable
-from sidestep.executor.layers.experts import experts_elsewhere
-from sidestep.executor.layers.packed_experts import unpack_experts
+from sidestep.executor.layers.experts.packed_experts import unpack_experts
+from sidestep.executor.layers.experts.separate_experts import experts_elsewhere
 from sidestep.executor.models.decoder import (
     DecoderForCausalLM,
     distinct_ropes,

@@ -43,11 +43,11 @@ def keep_in(cache: Path | None) -> None:
 
 @functools.cache
 def load(source: str, *definitions: str) -> ctypes.CDLL:
-    """Return the library of a file in this folder, built with definitions of the preprocessor.
+    """Return the library of a file in `source`, built with definitions of the preprocessor.
 
     Raises NoLibraryError.
     """
-    file = Path(__file__).parent / source
+    file = Path(__file__).parent / "source" / source
     if not _torch_has_gcc_threads():
         raise NoLibraryError("torch has other threads than those of GCC's OpenMP")
     compiler = shutil.which("gcc") or shutil.which("cc")
@@ -65,12 +65,12 @@ def load(source: str, *definitions: str) -> ctypes.CDLL:
         raise NoLibraryError(f"{source} cannot be built or loaded: {error}") from error
 
 
-def library_of(source: str, dtype: torch.dtype) -> ctypes.CDLL:
+def library_of(source: str, dtype: torch.dtype, *definitions: str) -> ctypes.CDLL:
     """Return the library of a file for numbers of a type, float32 or bfloat16.
 
-    Raises NoLibraryError.
+    definitions: others of the preprocessor. Raises NoLibraryError.
     """
-    library = load(source, *(("BFLOAT16",) if dtype.itemsize == 2 else ()))
+    library = load(source, *definitions, *(("BFLOAT16",) if dtype.itemsize == 2 else ()))
     load("tape.c")  # calls the kernels of all others
     return library
 

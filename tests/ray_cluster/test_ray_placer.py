@@ -192,7 +192,7 @@ async def test_the_programs_own_connection_is_kept_and_labels_choose_the_node(
             return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
 
         # Ray takes some seconds to see that a node which another test has removed is dead.
-        (other,) = set(await until(living, lambda found: len(found) == 2)) - {own}
+        (other,) = set(await until(living, lambda found: len({*found}) == 2)) - {own}
         async with engine(ray_labels={"ray.io/node-id": other}) as llm:
             await tokens_of(llm, [1], 4)
             assert nodes_of_groups() == [{other}]

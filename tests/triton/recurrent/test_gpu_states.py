@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sidestep.executor.gpu import gpu_runner
 from sidestep.executor.gpu.gpu_runner import GpuRunner
-from sidestep.executor.layers.experts import Router
+from sidestep.executor.layers.experts.router import Router
 from sidestep.executor.recurrent import state_words
 from sidestep.executor.runner.runner import Runner
 from sidestep.ipc.params.beam_search_params import BeamSearchParams

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from sidestep.executor.layers.fused_experts import FusedExperts, Mxfp4Experts
+from sidestep.executor.layers.experts.fused_experts import FusedExperts, Mxfp4Experts
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError

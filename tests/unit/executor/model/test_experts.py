@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sidestep.executor.layers.experts import CpuExperts, GpuExperts, SeparateExperts, on_device
-from sidestep.executor.layers.packed_experts import Matrix, unpack_experts
+from sidestep.executor.layers.experts.cpu_experts import CpuExperts
+from sidestep.executor.layers.experts.gpu_experts import GpuExperts, on_device
+from sidestep.executor.layers.experts.packed_experts import Matrix, unpack_experts
+from sidestep.executor.layers.experts.separate_experts import SeparateExperts
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import find_experts
 from sidestep.executor.parallel.parallel_state import LoneRank

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.layouts import native_layouts
+from sidestep.executor.layers.layouts import native_layouts, native_matrices
 from sidestep.executor.layers.layouts.native_layouts import native_plain
-from sidestep.kernels.native.library import NoLibraryError, load
+from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
+from sidestep.kernels.native.library import NoLibraryError
 
 SHAPES = [(1, 1), (31, 7), (64, 1024), (1000, 192), (70, 4100)]
 
@@ -30,12 +30,12 @@ def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "of 256 bits":
         return
 
-    def narrow(source: str, dtype: torch.dtype) -> ctypes.CDLL:
-        found = load(source, "NARROW", *(["BFLOAT16"] if dtype == torch.bfloat16 else []))
-        assert found.width() == 16
+    def narrow(source: str, name: str, dtype: torch.dtype) -> Kernel | None:
+        found = kernel_of(source, name, dtype, "NARROW")
+        assert found is None or found.tile == 16
         return found
 
-    monkeypatch.setattr(native_layouts, "library_of", narrow)
+    monkeypatch.setattr(native_layouts, "kernel_of", narrow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -91,5 +91,5 @@ def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     def library_of(*_: Any) -> Any:
         raise NoLibraryError("none")
 
-    monkeypatch.setattr(native_layouts, "library_of", library_of)
+    monkeypatch.setattr(native_matrices, "library_of", library_of)
     assert native_plain(torch.ones(4, 4)) is None

@@ -177,7 +177,7 @@ def test_operators_that_are_missing_or_wrong_are_not_used(
     monkeypatch.setattr(cpu_product, "_chosen", {})
     for layouts in (coded_layouts, rounding_layouts):
         monkeypatch.setattr(layouts, "operator", found)
-    monkeypatch.setattr(native_layouts, "_kernel", lambda dtype: None)
+    monkeypatch.setattr(native_layouts, "kernel_of", lambda *_: None)
     for dtype in (torch.float32, torch.bfloat16):
         large = partial(coded, "int8", (512, 1024), (1, WHOLE))
         matrix = (large if form == "large" else FORMS[form])(dtype)

@@ -17,27 +17,22 @@ from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.layouts import native_layouts, rounding_layouts
 from sidestep.executor.layers.layouts.layout import operator
-from sidestep.executor.layers.layouts.native_layouts import takes
+from sidestep.executor.layers.layouts.native_layouts import CODED, takes
+from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
 from sidestep.executor.layers.layouts.rounding_layouts import LARGEST, eights, may_round
 from sidestep.executor.layers.vocab import rounded_head
 from sidestep.executor.models.weight_memory import weight_bytes
-from sidestep.kernels.native.library import NoLibraryError, address, load
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
 
 ROWS, COLUMNS = 520, 1100
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def narrow_kernel(dtype: torch.dtype) -> tuple[int, int] | None:
-    """Return the kernel for vectors of 256 bits, also where this CPU has wider ones."""
-    if dtype == torch.float16:
-        return None
-    try:
-        built = load("products.c", "NARROW", *(["BFLOAT16"] if dtype == torch.bfloat16 else []))
-    except NoLibraryError:
-        return None
-    assert built.lanes() == 8
-    return address(built, "product"), 8
+def narrow_kernel(source: str, name: str, dtype: torch.dtype) -> Kernel | None:
+    """Return a kernel for vectors of 256 bits, also where this CPU has wider ones."""
+    found = kernel_of(source, name, dtype, "NARROW")
+    assert found is None or found.tile == 8
+    return found
 
 
 @pytest.fixture(autouse=True, params=["native", "native of 8 lanes", "eights"])
@@ -45,7 +40,7 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     """Leave a quantized matrix one layout."""
     name: str = request.param.split()[0]
     if name != request.param:
-        monkeypatch.setattr(native_layouts, "_kernel", narrow_kernel)
+        monkeypatch.setattr(native_layouts, "kernel_of", narrow_kernel)
     usual = cpu_product._candidates
 
     def candidates(matrix: Tensor | CodedMatrix) -> Iterator[str]:
@@ -82,7 +77,7 @@ def coded(
 def product_of(matrix: CodedMatrix) -> CpuProduct:
     """Return the product; skip the test where this CPU does not have the layout."""
     (name,) = cpu_product._candidates(matrix)
-    if name == "native" and native_layouts._kernel(matrix.dtype) is None:
+    if name == "native" and kernel_of(CODED, "product", matrix.dtype) is None:
         pytest.skip("this machine has no such kernel")
     if name == "eights" and eights(coded("int8", COLUMNS)) is None:
         pytest.skip("this CPU has no such product")
@@ -185,7 +180,7 @@ def test_a_new_thread_may_begin_with_no_rows() -> None:
 
 
 def test_the_memory_is_a_byte_a_number() -> None:
-    product = product_of(coded("nf4", 64))
+    product = product_of(coded("fp8", 64))
     assert 1 <= weight_bytes(product) / (ROWS * COLUMNS) <= 1.04
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sidestep.executor.layers.experts import matrix_names
+from sidestep.executor.layers.experts.separate_experts import matrix_names
 from sidestep.executor.weights.weight_loader import CheckpointWeights, Part
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 

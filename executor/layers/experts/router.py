@@ -1,0 +1,121 @@
+"""The router: which experts each token goes to, and with which weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sidestep.executor.layers.cpu_product import CpuProduct
+from sidestep.executor.weights.weight_loader import Weights
+from sidestep.ipc.model.layer_spec import ExpertsSpec
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
+
+
+class Router:
+    """Chooses the experts of each token, in float32."""
+
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        hidden_size: int,
+        weights: Weights,
+        name: str,
+        own: range,
+        *,
+        eps: float,
+    ) -> None:
+        """Load the weights. name: the layer's. own: this rank's experts. eps: of the norm."""
+        self._own = own if spec.whole else None
+        own_name, routing = f"{name}.{spec.names.router}", spec.routing
+        weight = weights.get(f"{own_name}.weight", (spec.num_experts, hidden_size))
+        self._bias = (
+            weights.exact(f"{own_name}.e_score_correction_bias", (spec.num_experts,))
+            if routing.bias
+            else None
+        )
+        self._product_bias = (
+            weights.exact(f"{own_name}.bias", (spec.num_experts,)) if routing.product_bias else None
+        )
+        self._choice = Choice(
+            spec.num_chosen,
+            routing.scores == "sigmoid",
+            routing.normalised,
+            routing.scale,
+            routing.groups,
+            routing.chosen_groups,
+        )
+        self._norm = (
+            RmsNorm(weights.get(f"{name}.{spec.names.router_norm}", (hidden_size,)), eps)
+            if routing.norm
+            else None
+        )
+        self._factor = hidden_size**-0.5
+        self._expert_scales = (
+            weights.exact(f"{name}.{spec.names.expert_scales}", (spec.num_experts,))[
+                own.start : own.stop
+            ]
+            if routing.expert_scales
+            else None
+        )
+        self._weight = weight if on_gpu(weight) else None
+        self._product = None if on_gpu(weight) else CpuProduct(weight.float())
+        self._joined: Joined | None = None
+
+    def join(self, gate: Tensor | None) -> None:
+        """Let each row have the shared expert too, as the one behind all others; on a GPU only.
+
+        gate: the row [1, D] of the shared expert's own gate, if there is one.
+        """
+        assert self._weight is not None
+        if gate is not None:
+            self._weight = torch.cat([self._weight, gate])
+        self._joined = Joined(gated=gate is not None)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the layer's weights are on a GPU."""
+        return self._weight is not None
+
+    def of_stream(self, stream: Stream) -> tuple[Tensor, Routed | Undecided]:
+        """Return a stream's norm, and the experts of its rows. The router has no norm of its own.
+
+        On a GPU, the router's product computes the norm where it is begun, and the experts' kernels
+        choose.
+        """
+        if self._weight is None or self._expert_scales is not None:
+            x = stream.normed()
+            return x, self(x)
+        from sidestep.kernels.experts.routing_triton import route_stream
+
+        return route_stream(stream, *self._how(self._weight), joined=self._joined)
+
+    def __call__(self, x: Tensor) -> Routed:
+        """Return the experts of each row of x [T, D], by their numbers on this rank."""
+        if self._norm is not None:
+            x = self._norm(x).mul_(self._factor)
+        routed = self._chosen(x)
+        if self._expert_scales is None:
+            return routed
+        # Weights of other ranks' experts are not used, so that any factor will do.
+        known = routed.ids.clamp(0, len(self._expert_scales) - 1)
+        factors = self._expert_scales.index_select(0, known.flatten())
+        return Routed(routed.ids, routed.weights * factors.view_as(routed.weights))
+
+    def _how(
+        self, weight: Tensor
+    ) -> tuple[Tensor, Tensor | None, Choice, range | None, Tensor | None]:
+        return weight, self._bias, self._choice, self._own, self._product_bias
+
+    def _chosen(self, x: Tensor) -> Routed:
+        if self._weight is not None:
+            from sidestep.kernels.experts.routing_triton import decided, route
+
+            return decided(route(x, *self._how(self._weight), joined=self._joined))
+        assert self._product is not None
+        logits = self._product(x.float())
+        if self._product_bias is not None:
+            logits += self._product_bias
+        routed = choose_experts(logits, self._bias, self._choice)
+        return routed if self._own is None else routed.on_rank(self._own)
