@@ -1,6 +1,6 @@
 """Measure tokens a second on a CPU, beside transformers: same weights, same machine, one run.
 
-    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m]
+    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m experts]
         [--forms float32 int8 int4] [--llama-python PYTHON]
 
 It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
@@ -47,6 +47,16 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 16,
         "vocab_size": 32000,
     },
+    "experts": {
+        "hidden_size": 1024,
+        "intermediate_size": 512,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+    },
 }
 LLAMA_FORMS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 """Form of the weights -> llama.cpp's name of the same number of bits."""
@@ -55,16 +65,17 @@ PROMPT = 64
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Write a random Llama in the Hugging Face layout, with the bundled model's tokenizer.
+    """Write a random Llama, or Mixtral if it has experts, in the Hugging Face layout.
 
-    No contender reads the text.
+    It has the bundled model's tokenizer. No contender reads the text.
     """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig(
+    config = MixtralConfig if "num_local_experts" in SHAPES[shape] else LlamaConfig
+    AutoModelForCausalLM.from_config(
+        config(
             **SHAPES[shape],
             max_position_embeddings=2048,
             tie_word_embeddings=True,
@@ -214,29 +225,40 @@ w.add_head_count(heads); w.add_head_count_kv(kv)
 w.add_layer_norm_rms_eps(1e-6); w.add_rope_freq_base(10000.0); w.add_vocab_size(shape["vocab_size"])
 w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(
     {"F32": 0, "Q4_0": 2, "Q8_0": 7}[form.name])
+experts = shape.get("num_local_experts")
+if experts:
+    w.add_expert_count(experts); w.add_expert_used_count(shape["num_experts_per_tok"])
 w.add_tokenizer_model("gpt2")
 w.add_token_list([str(i).encode() for i in range(shape["vocab_size"])])
 w.add_token_merges(["0 1"])
 names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-         "post_attention_layernorm": "ffn_norm"}
+         "post_attention_layernorm": "ffn_norm", "block_sparse_moe.gate": "ffn_gate_inp"}
+stacks = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 def permute(a, n):
     return a.reshape(n, 2, a.shape[0] // n // 2, a.shape[1]).swapaxes(1, 2).reshape(a.shape)
 with safe_open(folder + "/model.safetensors", "np") as f:
     for key in f.keys():
-        a = f.get_tensor(key).astype(np.float32)
-        if key.startswith("model.layers."):
-            _, _, layer, rest = key.split(".", 3)
+        layer, _, rest = key.removeprefix("model.layers.").partition(".")
+        if ".experts." in key:
+            one = rest.split(".")[-2]
+            if ".experts.0." not in key: continue
+            keys = [key.replace(".experts.0.", f".experts.{e}.") for e in range(experts)]
+            a = np.stack([f.get_tensor(k) for k in keys]).astype(np.float32)
+            name = f"blk.{layer}.{stacks[one]}.weight"
+        elif key.startswith("model.layers."):
+            a = f.get_tensor(key).astype(np.float32)
             rest = rest.removesuffix(".weight")
             if rest.endswith("q_proj"): a = permute(a, heads)
             if rest.endswith("k_proj"): a = permute(a, kv)
             name = f"blk.{layer}.{names[rest]}.weight"
         else:
+            a = f.get_tensor(key).astype(np.float32)
             name = {"model.embed_tokens.weight": "token_embd.weight",
                     "model.norm.weight": "output_norm.weight"}[key]
         a = np.ascontiguousarray(a)
-        if form.name == "F32" or a.ndim == 1:
+        if form.name == "F32" or a.ndim == 1 or "gate_inp" in name:
             w.add_tensor(name, a)
         else:
             w.add_tensor(name, gguf.quantize(a, form), raw_dtype=form)
@@ -353,7 +375,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["3m", "440m"])
     parser.add_argument("--forms", nargs="+", choices=LLAMA_FORMS, default=["float32"])
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python and gguf")
     parser.add_argument("--contender", help=argparse.SUPPRESS)
@@ -369,7 +391,7 @@ def main() -> None:
         f"tokens/s (best of {args.runs})"
     )
     print(
-        f"{'model':<6} {'weights':<8} {'contender':<34}"
+        f"{'model':<8} {'weights':<8} {'contender':<34}"
         + "".join(f"{f'{n} streams':>12}" for n in STREAMS)
     )
     for shape in args.models:
@@ -382,7 +404,7 @@ def main() -> None:
                     continue
                 result = run_child(name, folder, shape, form, args)
                 cells = [f"{result[n]:>12.1f}" if result else f"{'failed':>12}" for n in STREAMS]
-                print(f"{shape:<6} {form:<8} {name:<34}" + "".join(cells), flush=True)
+                print(f"{shape:<8} {form:<8} {name:<34}" + "".join(cells), flush=True)
 
 
 if __name__ == "__main__":

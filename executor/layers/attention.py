@@ -168,7 +168,7 @@ class Attention:
         """Return the stream with attention added. rows: see Layer."""
         qkv = self._with_values(self._qkv(stream))
         for columns, norm in self._row_norms:
-            qkv[:, columns] = norm(qkv[:, columns])
+            norm(qkv[:, columns])
         attended = attention.attend(
             layer, qkv[:, : self._gate_from], self._head_norms, self._sinks, self._kv_scales
         )

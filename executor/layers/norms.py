@@ -8,6 +8,7 @@ from torch import Tensor
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import NormSpec
+from sidestep.kernels.native import rows as native
 from sidestep.kernels.ops.rms_norm import RmsNorm
 
 
@@ -41,10 +42,12 @@ class SharedNorm:
         self._copies = len(own) * parallel.size // total
         """Ranks that hold the same part."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return the norm of x [T, own], in x's type."""
+    def __call__(self, x: Tensor) -> None:
+        """Norm x [T, own] in place."""
+        if self._parallel.size == 1 and native.rms_norm(x, self._weight, self._eps, out=x) is x:
+            return
         wide = x.float()
         norms = torch.linalg.vector_norm(wide, 2, -1, True)
         squares = self._parallel.all_reduce(norms.square_()) / self._copies
         scale = (squares / self._total + self._eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._weight)
+        x.copy_((wide * scale).to(x.dtype).mul_(self._weight))

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+
 BLOCK = 32
 """Numbers that share a scale."""
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -71,6 +73,21 @@ class ExpertMatrix(NamedTuple):
             if whole is not None and isinstance(part, Tensor):
                 whole[index] = part
 
+    def coded(self, dtype: torch.dtype) -> Tensor | CodedMatrix:
+        """Return the numbers of one expert: plain, or those of MXFP4 like other codes of 4 bits.
+
+        dtype: the type of the products of coded ones.
+        """
+        if self.scales is None:
+            return self.values
+        return CodedMatrix(
+            kind="fp4",
+            codes=self.values,
+            scales=_powers(self.scales),
+            group=(1, BLOCK),
+            dtype=dtype,
+        )
+
     def decoded(self, dtype: torch.dtype) -> ExpertMatrix:
         """Return the matrix with its numbers in this type."""
         if self.scales is None:
@@ -86,5 +103,9 @@ def decode_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
     signed = torch.tensor([*_MAGNITUDES, *(-one for one in _MAGNITUDES)], device=values.device)
     codes = torch.stack([values & 15, values >> 4], -1).flatten(-2)
     blocks = signed[codes.int()].unflatten(-1, (-1, BLOCK))
-    powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _SCALE_BIAS)
-    return (blocks * powers[..., None]).flatten(-2)
+    return (blocks * _powers(scales)[..., None]).flatten(-2)
+
+
+def _powers(scales: Tensor) -> Tensor:
+    """Return the powers of two that bytes stand for, float32."""
+    return torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _SCALE_BIAS)

@@ -22,9 +22,14 @@ class _Norm(Structure):
         *((name, c_void_p) for name in ("x", "weight")),
         *((name, c_int64) for name in ("rows", "count", "stride")),
         ("out", c_void_p),
+        ("out_stride", c_int64),
         ("is_wide", c_int32),
         ("eps", c_float),
     )
+
+
+_SILU, _GELU, _CLAMPED = range(3)
+"""Kinds of gated activations, as rows.c has them."""
 
 
 class _Gated(Structure):
@@ -34,7 +39,20 @@ class _Gated(Structure):
         ("both", c_void_p),
         *((name, c_int64) for name in ("rows", "count", "stride")),
         ("out", c_void_p),
-        ("gelu", c_int32),
+        ("used", c_void_p),
+        ("kind", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+    )
+
+
+class _Widened(Structure):
+    """Arguments of `widen` in rows.c."""
+
+    _fields_ = (
+        ("x", c_void_p),
+        *((name, c_int64) for name in ("rows", "count", "stride")),
+        ("out", c_void_p),
     )
 
 
@@ -47,33 +65,77 @@ class _Sum(Structure):
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-    """Return the RMS norm of x [T, D] with a weight [D]; None where there is no kernel."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor | None:
+    """Return the RMS norm of x [T, D] with a weight [D]; None where there is no kernel.
+
+    out: memory for it, which may be x.
+    """
     kernel = _kernel("rms_norm", x.dtype) if _fits(x) and weight.is_contiguous() else None
     if kernel is None or weight.dtype not in (x.dtype, torch.float32):
         return None
     rows, count = x.shape
-    out = empty((rows, count), x.dtype)
-    wide = weight.dtype == torch.float32
+    out = empty((rows, count), x.dtype) if out is None else out
     launch(
         kernel,
-        _Norm(x.data_ptr(), weight.data_ptr(), rows, count, x.stride(0), out.data_ptr(), wide, eps),
+        _Norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            rows,
+            count,
+            x.stride(0),
+            out.data_ptr(),
+            out.stride(0),
+            weight.dtype == torch.float32,
+            eps,
+        ),
         alone=rows * count < _ALONE,
     )
     return out
 
 
-def silu_mul(both: Tensor) -> Tensor | None:
-    """Return silu(gate) * up, [T, F], of [T, 2 F]; None where there is no kernel."""
-    return _gated(both, gelu=False)
+def silu_mul(both: Tensor, used: int | None = None) -> Tensor | None:
+    """Return silu(gate) * up, [T, F], of [T, 2 F]; None where there is no kernel.
+
+    used: the address of an int64, the number of rows that there are; None for all.
+    """
+    return _gated(both, used, _SILU)
 
 
-def gelu_mul(both: Tensor) -> Tensor | None:
-    """Return gelu(gate) * up, with GELU as tanh approximates it; None where there is no kernel."""
-    return _gated(both, gelu=True)
+def gelu_mul(both: Tensor, used: int | None = None) -> Tensor | None:
+    """Return gelu(gate) * up, with GELU as tanh approximates it; None where there is no kernel.
+
+    used: see `silu_mul`.
+    """
+    return _gated(both, used, _GELU)
 
 
-def _gated(both: Tensor, *, gelu: bool) -> Tensor | None:
+def clamped_swiglu(
+    both: Tensor, alpha: float, limit: float, used: int | None = None
+) -> Tensor | None:
+    """Return (up + 1) * gate * sigmoid(alpha * gate), [T, F]; None where there is no kernel.
+
+    The gate is cut to at most `limit`, up to between -limit and limit. used: see `silu_mul`.
+    """
+    return _gated(both, used, _CLAMPED, alpha, limit)
+
+
+def widened(x: Tensor) -> Tensor | None:
+    """Return x [T, D] in float32, which is x itself if it is; None where there is no kernel."""
+    if x.dtype == torch.float32:
+        return x
+    kernel = _kernel("widen", x.dtype) if _fits(x) else None
+    if kernel is None:
+        return None
+    rows, count = x.shape
+    out = empty((rows, count), torch.float32)
+    arguments = _Widened(x.data_ptr(), rows, count, x.stride(0), out.data_ptr())
+    launch(kernel, arguments, alone=rows * count < _ALONE)
+    return out
+
+
+def _gated(
+    both: Tensor, used: int | None, kind: int, alpha: float = 1.0, limit: float = 0.0
+) -> Tensor | None:
     kernel = _kernel("gated", both.dtype) if _fits(both) else None
     if kernel is None:
         return None
@@ -81,7 +143,17 @@ def _gated(both: Tensor, *, gelu: bool) -> Tensor | None:
     out = empty((rows, count), both.dtype)
     launch(
         kernel,
-        _Gated(both.data_ptr(), rows, count, both.stride(0), out.data_ptr(), gelu),
+        _Gated(
+            both.data_ptr(),
+            rows,
+            count,
+            both.stride(0),
+            out.data_ptr(),
+            used,
+            kind,
+            alpha,
+            limit,
+        ),
         alone=rows * count < _ALONE,
     )
     return out

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.native import choice as native
 from sidestep.kernels.ops.silu_mul import row_sigmoid
 
 TINY = 1e-20
@@ -52,6 +53,13 @@ class Routed(NamedTuple):
         outside = (local < 0) | (local >= len(own))
         return Routed(local.masked_fill_(outside, -1), self.weights)
 
+    def scaled(self, scales: Tensor) -> Routed:
+        """Return the same with weights times the experts' factors. scales: of a rank's experts."""
+        # Weights of other ranks' experts are not used, so that any factor will do.
+        known = self.ids.clamp(0, len(scales) - 1)
+        factors = scales.index_select(0, known.flatten())
+        return Routed(self.ids, self.weights * factors.view_as(self.weights))
+
 
 class Undecided(NamedTuple):
     """Tokens whose product with the router's weights is computed, but whose experts are not chosen.
@@ -79,11 +87,42 @@ class Undecided(NamedTuple):
         return self.choice.num_chosen + (self.joined is not None)
 
 
-def choose_experts(logits: Tensor, bias: Tensor | None, choice: Choice) -> Routed:
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    choice: Choice,
+    own: range | None = None,
+    scales: Tensor | None = None,
+) -> Routed:
     """Return the experts of each row. logits: float32 [T, E]. bias: float32 [E], or None.
 
-    Between equal scores, the lower index is chosen. The bits of a row depend on that row alone.
+    own: the experts of this rank, from which they are numbered; None for all. scales: float32, of
+    these experts: factors on the weights. Between equal scores, the lower index is chosen. The bits
+    of a row depend on that row alone.
     """
+    mine = range(logits.shape[1]) if own is None else own
+    made = native.choose(
+        logits,
+        bias,
+        scales,
+        mine,
+        chosen=choice.num_chosen,
+        groups=choice.groups,
+        chosen_groups=choice.chosen_groups,
+        sigmoid=choice.sigmoid,
+        normalised=choice.normalised,
+        scale=choice.scale,
+        tiny=TINY,
+    )
+    if made is not None:
+        return Routed(*made)
+    routed = _chosen_by_torch(logits, bias, choice)
+    routed = routed if own is None else routed.on_rank(own)
+    return routed if scales is None else routed.scaled(scales)
+
+
+def _chosen_by_torch(logits: Tensor, bias: Tensor | None, choice: Choice) -> Routed:
+    """Return the experts of each row, numbered as in the model."""
     scores = row_sigmoid(logits) if choice.sigmoid else torch.softmax(logits, -1)
     ranked = scores if bias is None else scores + bias
     if choice.chosen_groups < choice.groups:

@@ -15,6 +15,7 @@ from torch import Tensor
 from sidestep.executor.layers.experts.cpu_experts import CpuExperts
 from sidestep.executor.layers.experts.fused_experts import FusedExperts, Mxfp4Experts
 from sidestep.executor.layers.experts.gpu_experts import GpuExperts
+from sidestep.executor.layers.experts.native_experts import NativeExperts
 from sidestep.executor.layers.experts.products import ExpertProducts
 from sidestep.executor.layers.experts.router import Router
 from sidestep.executor.layers.experts.separate_experts import SeparateExperts
@@ -116,9 +117,12 @@ class Experts:
                 row = gate_row(shared.gate(), weights.dtype)
             self._router.join(row)
             shared = None
-        self._products: ExpertProducts = (
-            GpuExperts(found) if self._router.on_gpu else CpuExperts(loaded, weights.dtype)
-        )
+        self._products: ExpertProducts
+        if self._router.on_gpu:
+            self._products = GpuExperts(found)
+        else:
+            native = NativeExperts.of(loaded, weights.dtype)
+            self._products = CpuExperts(loaded, weights.dtype) if native is None else native
         self._shared = None if shared is None else SharedExpert(spec, shared)
         self._norms = (
             None

@@ -9,7 +9,8 @@ from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.kernels.gpu import on_gpu
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.native.rows import widened
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, add
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 
 
@@ -95,27 +96,25 @@ class Router:
         """Return the experts of each row of x [T, D], by their numbers on this rank."""
         if self._norm is not None:
             x = self._norm(x).mul_(self._factor)
-        routed = self._chosen(x)
-        if self._expert_scales is None:
-            return routed
-        # Weights of other ranks' experts are not used, so that any factor will do.
-        known = routed.ids.clamp(0, len(self._expert_scales) - 1)
-        factors = self._expert_scales.index_select(0, known.flatten())
-        return Routed(routed.ids, routed.weights * factors.view_as(routed.weights))
+        if self._weight is None:
+            return self._chosen_on_cpu(x)
+        return self._chosen_on_gpu(x, self._weight)
 
     def _how(
         self, weight: Tensor
     ) -> tuple[Tensor, Tensor | None, Choice, range | None, Tensor | None]:
         return weight, self._bias, self._choice, self._own, self._product_bias
 
-    def _chosen(self, x: Tensor) -> Routed:
-        if self._weight is not None:
-            from sidestep.kernels.experts.routing_triton import decided, route
+    def _chosen_on_gpu(self, x: Tensor, weight: Tensor) -> Routed:
+        from sidestep.kernels.experts.routing_triton import decided, route
 
-            return decided(route(x, *self._how(self._weight), joined=self._joined))
+        routed = decided(route(x, *self._how(weight), joined=self._joined))
+        return routed if self._expert_scales is None else routed.scaled(self._expert_scales)
+
+    def _chosen_on_cpu(self, x: Tensor) -> Routed:
         assert self._product is not None
-        logits = self._product(x.float())
+        wide = widened(x)
+        logits = self._product(x.float() if wide is None else wide)
         if self._product_bias is not None:
-            logits += self._product_bias
-        routed = choose_experts(logits, self._bias, self._choice)
-        return routed if self._own is None else routed.on_rank(self._own)
+            add(logits, self._product_bias)
+        return choose_experts(logits, self._bias, self._choice, self._own, self._expert_scales)

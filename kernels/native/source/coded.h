@@ -132,6 +132,12 @@ static Inputs inputs_of(
     return made;
 }
 
+/* Return the rows from one of them on. */
+static inline Inputs inputs_from(Inputs all, int64_t row, int64_t inputs) {
+    int64_t group = row * groups_of(inputs);
+    return (Inputs){all.codes + group * GROUP, all.scales + group, all.sums + group};
+}
+
 enum { EIGHT, HALVES, LOOKED_UP }; /* how codes are read */
 
 /* Multiply TILE rows of the matrix with `count` rows of inputs. at: the first group of each. */

@@ -79,6 +79,11 @@ static inline Inputs inputs_of(
 #endif
 }
 
+/* Return the rows from one of them on. */
+static inline Inputs inputs_from(Inputs all, int64_t row, int64_t inputs) {
+    return (Inputs){all.x + row * all.stride, all.stride};
+}
+
 /* Multiply a tile of the matrix with `count` rows of inputs, which begin at `at`. */
 static inline __attribute__((always_inline)) void multiply(
     const Matrix *matrix, int64_t tile, const float *const *at, const int count, number *out

@@ -34,9 +34,15 @@ PLAYED = [
     "glm4",
     "granite-tied",
     "phi3-window",
+    "mixtral",
+    "qwen3-moe",
+    "glm4-moe",
+    "gpt-oss",
+    "olmoe",
+    "olmo2",
 ]
 """Families whose layers have no operation of torch."""
-LAUNCHED = {"mixtral": "aten::softmax", "olmo2": "aten::linalg_vector_norm"}
+LAUNCHED = {"qwen2-moe": "aten::pad", "ministral3": "aten::mul_"}
 """Families with an operation of torch, which is named."""
 
 
