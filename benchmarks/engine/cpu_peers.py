@@ -1,14 +1,15 @@
 """Measure tokens a second on a CPU, beside transformers: same weights, same machine, one run.
 
-    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96] [--models 3m 440m experts]
-        [--forms float32 int8 int4] [--llama-python PYTHON]
+    python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96]
+        [--models 3m 440m experts hybrid] [--forms float32 int8 int4] [--llama-python PYTHON]
 
 It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
 
 - sidestep: AsyncLLM, with all of its processes;
 - transformers generate: a static batch, whose prompts have one length by construction;
 - transformers continuous batching: its streaming manager, with all requests added at once;
-- llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf.
+- llama.cpp: only with --llama-python, a Python that has llama-cpp-python and gguf, and not with
+  the hybrid shape.
 
 Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
 The weights are random. int8 and int4 are the same weights with fewer bits: sidestep rounds them
@@ -30,7 +31,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "3m": {
         "hidden_size": 192,
         "intermediate_size": 512,
@@ -57,7 +58,22 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_local_experts": 32,
         "num_experts_per_tok": 4,
     },
+    "hybrid": {
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "vocab_size": 32000,
+    },
 }
+CONFIGS = {"experts": "MixtralConfig", "hybrid": "Qwen3_5TextConfig"}
+"""Shape -> its configuration in transformers; others are Llamas."""
 LLAMA_FORMS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 """Form of the weights -> llama.cpp's name of the same number of bits."""
 STREAMS = (1, 8)
@@ -65,16 +81,16 @@ PROMPT = 64
 
 
 def write_model(shape: str, folder: Path) -> None:
-    """Write a random Llama, or Mixtral if it has experts, in the Hugging Face layout.
+    """Write a random model in the Hugging Face layout, with the bundled model's tokenizer.
 
-    It has the bundled model's tokenizer. No contender reads the text.
+    No contender reads the text.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+    import transformers
 
     torch.manual_seed(0)
-    config = MixtralConfig if "num_local_experts" in SHAPES[shape] else LlamaConfig
-    AutoModelForCausalLM.from_config(
+    config = getattr(transformers, CONFIGS.get(shape, "LlamaConfig"))
+    transformers.AutoModelForCausalLM.from_config(
         config(
             **SHAPES[shape],
             max_position_embeddings=2048,
@@ -398,7 +414,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_model(shape, Path(folder))
             for form, name in product(args.forms, CONTENDERS):
-                if (name == "llama.cpp" and not args.llama_python) or (
+                without_llama = not args.llama_python or shape == "hybrid"
+                if (name == "llama.cpp" and without_llama) or (
                     name.startswith("transformers") and form != "float32"
                 ):
                     continue

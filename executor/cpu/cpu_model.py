@@ -93,11 +93,12 @@ class CpuModel:
                 rows=None,
             )
         )
-        if rows is None and self._tapes is not None and self._tapes.takes(batch.total_tokens):
-            return self._tapes.states(inputs)
         recurrent = (
             self.recurrent.with_columns(self._places.columns(batch)) if self.num_states else None
         )
+        tapes = self._tapes
+        if rows is None and tapes is not None and tapes.takes(batch.total_tokens, recurrent):
+            return tapes.states(inputs, recurrent)
         return self.decoder.states(inputs, self.attention, rows, recurrent)
 
     def memory_use(self, call: MemoryUse) -> CallResult:
@@ -152,7 +153,7 @@ class CpuModel:
         decoder, parallel = self.decoder, self._parallel
         if self._args.parallel.enforce_eager or parallel.size > 1:
             return None
-        if self.num_states or decoder.has_token_inputs:
+        if decoder.has_token_inputs:
             return None
         return StepTapes(decoder, self.attention)
 

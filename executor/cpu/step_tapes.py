@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend
+from sidestep.executor.layers.gated_delta import RecurrentStep
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.kernels.native.tape import Tape, TapeMemory
 from sidestep.kernels.ops.rms_norm import Stream
@@ -42,30 +43,39 @@ class StepTapes:
     def __repr__(self) -> str:
         return f"StepTapes({sorted(self._by_tokens)}, {self._memory!r}, refused={self.refused})"
 
-    def takes(self, num_tokens: int) -> bool:
-        """Return whether steps of this many tokens may have a tape."""
+    def takes(self, num_tokens: int, recurrent: RecurrentStep | None) -> bool:
+        """Return whether a step of this many tokens may have a tape.
+
+        recurrent: the states and rows of recurrent layers, if there are any. Rows of many tokens
+        are not computed by kernels in C alone.
+        """
+        if recurrent is not None and recurrent.rows.max_long_rows:
+            return False
         return self.refused is None and num_tokens <= MOST_TOKENS
 
-    def states(self, inputs: Tensor) -> Stream:
+    def states(self, inputs: Tensor, recurrent: RecurrentStep | None) -> Stream:
         """Return the residual stream after the last layer, of all tokens of a step.
 
-        inputs: see DecoderForCausalLM.states. The step has begun in the attention backend.
+        inputs: see DecoderForCausalLM.states. The step has begun in the attention backend, and
+        recurrent layers find its rows in the place that is the same for all steps.
         """
         stream = self._decoder.entering(inputs)
         found = self._by_tokens.get(len(stream.hidden))
         if found is None:
-            return self._recorded(stream)
+            return self._recorded(stream, recurrent)
         found.entering.copy_(stream.hidden)
         found.tape.play()
         return _copied(found.leaving)
 
-    def _recorded(self, stream: Stream) -> Stream:
+    def _recorded(self, stream: Stream, recurrent: RecurrentStep | None) -> Stream:
         """Run the layers, and keep their tape."""
         entering = self._memory.empty(stream.hidden.shape, stream.hidden.dtype)
         entering.copy_(stream.hidden)
         tape = Tape(self._memory)
         with tape.recorded():
-            leaving = self._decoder.through_layers(Stream(entering, stream.norm), self._attention)
+            leaving = self._decoder.through_layers(
+                Stream(entering, stream.norm), self._attention, recurrent=recurrent
+            )
         if tape.other is None:
             self._by_tokens[len(entering)] = _Layers(tape, entering, leaving)
         else:

@@ -14,6 +14,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
+from sidestep.kernels.native.recurrent import NativeDelta
 from sidestep.kernels.ops.gated_delta import delta_net
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
@@ -105,6 +106,7 @@ class GatedDeltaNet:
             weights.get(f"{name}.norm.weight", (spec.value_dim,)),
             norm_eps,
         )
+        self._native = NativeDelta.of(self._weights, spec.key_dim)
         self._out = RowParallelLinear(
             weights,
             f"{name}.out_proj",
@@ -158,7 +160,8 @@ class GatedDeltaNet:
 
         wanted: tokens of which more is needed than their states, int [R]; None for all.
         """
-        mixed = delta_net(self._projected(stream), self._weights, state.conv, state.delta, rows)
+        projected = self._projected(stream)
+        mixed = delta_net(projected, self._weights, state.conv, state.delta, rows, self._native)
         if wanted is not None:
             stream, mixed = stream.of_rows(wanted), mixed.index_select(0, wanted)
         return self._out.add_to(stream.hidden, mixed, self._following)

@@ -19,6 +19,7 @@ from sidestep.executor.runner.transfer import to_device
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.ops.block_copy import copy_blocks
+from sidestep.kernels.recurrent.rows_in_c import RowsC
 from sidestep.kernels.recurrent.state_rows import FEW_TOKENS, StateRows
 
 
@@ -55,6 +56,7 @@ class StateMemory:
         }
         self._states = [next(each[spec]) for spec in specs]
         self._device = device
+        self._place = RowsC()
 
     @property
     def nbytes(self) -> int:
@@ -84,9 +86,11 @@ class StateMemory:
         counts = np.diff(columns.query_starts)
         long = counts[counts > FEW_TOKENS]
         tensors = {name: self._column(values) for name, values in columns._asdict().items()}
+        place = self._place.write(**tensors) if self._device.type == "cpu" else None
         return self.with_rows(
             StateRows(
                 **tensors,
+                place=place,
                 max_long_tokens=int(long.sum()),
                 max_long_rows=len(long),
                 max_drafts=int((counts - columns.settled).max(initial=0)),

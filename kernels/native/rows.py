@@ -56,6 +56,16 @@ class _Widened(Structure):
     )
 
 
+class _Factor(Structure):
+    """Arguments of `sigmoid_mul` in rows.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "gate")),
+        *((name, c_int64) for name in ("rows", "count", "stride", "gate_stride")),
+        ("is_one", c_int32),
+    )
+
+
 class _Sum(Structure):
     """Arguments of `add` in rows.c."""
 
@@ -157,6 +167,24 @@ def _gated(
         alone=rows * count < _ALONE,
     )
     return out
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> bool:
+    """Multiply x [T, N] with the sigmoid of gate, [T, N] or [T, 1], in place.
+
+    Return False where there is no kernel.
+    """
+    kernel = _kernel("sigmoid_mul", x.dtype) if _fits(x) and _fits(gate) else None
+    if kernel is None or x.dtype != gate.dtype:
+        return False
+    (rows, count), is_one = x.shape, gate.shape[1] == 1
+    strides = x.stride(0), gate.stride(0)
+    launch(
+        kernel,
+        _Factor(x.data_ptr(), gate.data_ptr(), rows, count, *strides, is_one),
+        alone=rows * count < _ALONE,
+    )
+    return True
 
 
 def add(x: Tensor, part: Tensor) -> bool:

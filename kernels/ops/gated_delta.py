@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.native.recurrent import NativeDelta
 from sidestep.kernels.ops.causal_conv import causal_conv
 from sidestep.kernels.ops.rms_norm import gated_rms_norm
 from sidestep.kernels.ops.silu_mul import each_row, row_sigmoid
@@ -43,19 +44,32 @@ class Decay:
 
 
 def delta_net(
-    projected: Projected, weights: DeltaWeights, conv: Tensor, state: Tensor, rows: StateRows
+    projected: Projected,
+    weights: DeltaWeights,
+    conv: Tensor,
+    state: Tensor,
+    rows: StateRows,
+    native: NativeDelta | None = None,
 ) -> Tensor:
     """Return the results [T, Hv * Dv] of a gated delta net between its projections.
 
     They are the convolution, the delta rule, and its gated norm. conv [N, C, K - 1], in the
-    projections' type, and state float32 [N, Hv, Dk, Dv] are updated as `rows` says.
+    projections' type, and state float32 [N, Hv, Dk, Dv] are updated as `rows` says. native: the
+    same weights for kernels in C, on a CPU that has them.
     """
     if on_gpu(projected.qkv):
         from sidestep.kernels.recurrent.delta_net_triton import delta_net as launch
 
         return launch(projected, weights, conv, state, rows, NORM_EPS)
-    qkv = causal_conv(projected.qkv, weights.conv, conv, rows)
     decay = Decay(weights.a_log, weights.bias)
+    if native is not None:
+        described = rows.in_c()
+        qkv = native.convolved(projected.qkv, conv, described)
+        mixed = native.delta_of_few(qkv, projected.ba, state, NORM_EPS, described)
+        if rows.max_long_rows:
+            _write_long(mixed, qkv, projected.ba, decay, state, rows)
+        return native.normed(mixed, projected.gate)
+    qkv = causal_conv(projected.qkv, weights.conv, conv, rows)
     mixed = gated_delta(qkv, projected.ba, decay, state, rows)
     return gated_rms_norm(mixed, weights.norm, projected.gate, weights.norm_eps)
 
@@ -71,10 +85,26 @@ def gated_delta(qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor, rows: Stat
     tokens = _Tokens.of(qkv, ba, decay, state)
     out = qkv.new_zeros(len(qkv), state.shape[1] * state.shape[3])
     for row in rows_on_host(rows):
-        before = torch.zeros_like(state[0]) if row.state_in < 0 else state[row.state_in].clone()
         compute = _one_by_one if row.num_tokens <= FEW_TOKENS else _in_chunks
-        out[row.tokens] = compute(tokens.part(row.tokens), before, row, state).flatten(1)
+        own, before = tokens.part(row.tokens), _state_before(row, state)
+        out[row.tokens] = compute(own, before, row, state).flatten(1)
     return out
+
+
+def _write_long(
+    out: Tensor, qkv: Tensor, ba: Tensor, decay: Decay, state: Tensor, rows: StateRows
+) -> None:
+    """Write the outputs of rows with more than FEW_TOKENS. See `gated_delta`."""
+    for row in rows_on_host(rows):
+        if row.num_tokens > FEW_TOKENS:
+            own = _Tokens.of(qkv[row.tokens], ba[row.tokens], decay, state)
+            made = _in_chunks(own, _state_before(row, state), row, state)
+            out[row.tokens] = made.flatten(1)
+
+
+def _state_before(row: StateRow, state: Tensor) -> Tensor:
+    """Return a copy of the state that a row begins from, [Hv, Dk, Dv]."""
+    return torch.zeros_like(state[0]) if row.state_in < 0 else state[row.state_in].clone()
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def each_row(activation: Callable[..., Tensor], x: Tensor) -> Tensor:
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
-    """Multiply x [T, N] with the sigmoid of gate [T, N], in place.
+    """Multiply x [T, N] with the sigmoid of gate, [T, N] or on a CPU [T, 1], in place.
 
     The sigmoid is rounded to x's type. The rows of both may lie apart.
     """
@@ -85,7 +85,7 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
         from sidestep.kernels.triton.sigmoid_mul_triton import sigmoid_mul as launch
 
         launch(x, gate)
-    else:
+    elif not native.sigmoid_mul(x, gate):
         x.mul_(row_sigmoid(gate))
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from sidestep.kernels.recurrent.rows_in_c import RowsC
+
 FEW_TOKENS = 8
 """Most tokens of a row that are computed one after the other. The number of a row's tokens alone
 decides, so that a row's bits do not depend on other rows."""
@@ -43,8 +45,8 @@ class StateRows:
     save_starts: Tensor
     """[R + 1] Index in S of each row's first save. A save is one more state that is written."""
     save_offsets: Tensor
-    """[S] Tokens of the row, at least one, after which the state is saved; ascending in a row, and
-    no more than are settled."""
+    """[S] Tokens of the row, at least one, after which the state is saved; no more than are
+    settled. They ascend in a row, and several may be equal."""
     save_rows: Tensor
     """[S] State row that each save is written to."""
     max_long_tokens: int
@@ -53,6 +55,22 @@ class StateRows:
     """Most rows with more than FEW_TOKENS; 0 if there are none."""
     max_drafts: int = 0
     """Most drafts of a row, less than FEW_TOKENS."""
+
+    place: RowsC | None = None
+    """The place, the same for all steps, where kernels in C find the columns; None if there is no
+    such place."""
+
+    def in_c(self) -> RowsC:
+        """Return where kernels in C find the columns, which are kept by these rows."""
+        return self.place or RowsC().write(
+            self.query_starts,
+            self.state_in,
+            self.state_out,
+            self.settled,
+            self.save_starts,
+            self.save_offsets,
+            self.save_rows,
+        )
 
     @property
     def max_chunks(self) -> int:

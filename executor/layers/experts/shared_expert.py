@@ -13,7 +13,8 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.ops.silu_mul import row_sigmoid
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.silu_mul import sigmoid_mul
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 
@@ -84,7 +85,10 @@ class SharedExpert:
             return gated
         factor = self._own_gate(x)
         # The factor is common to a row, so that it may come before the product.
-        return gated.mul_(row_sigmoid(factor))
+        if on_gpu(gated):
+            return gated.mul_(torch.sigmoid(factor))
+        sigmoid_mul(gated, factor)
+        return gated
 
 
 class JoinedExperts:

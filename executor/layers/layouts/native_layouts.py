@@ -26,7 +26,8 @@ from sidestep.kernels.native.tape import empty, launch
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
 _FEWEST_NUMBERS = 1 << 15
-"""A smaller plain matrix gains little, and is filled up to whole tiles."""
+"""A smaller plain matrix gains little, and is filled up to whole tiles. A single row is taken at
+any size, since it is a gate of layers that a tape could not play with another product."""
 _ROUNDED_ALONE = 256
 """Groups of inputs that each thread rounds for itself, as coded.c has it."""
 _ALONE = 1 << 17
@@ -60,7 +61,7 @@ def native(matrix: CodedMatrix) -> LaidOut | None:
 def native_plain(matrix: Tensor) -> LaidOut | None:
     """Keep a matrix in tiles of rows."""
     kernel = kernel_of(PLAIN, "product", matrix.dtype)
-    if kernel is None or matrix.numel() < _FEWEST_NUMBERS:
+    if kernel is None or (matrix.numel() < _FEWEST_NUMBERS and len(matrix) > 1):
         return None
     packed = packed_plain(matrix, kernel.tile)
     return _plain_product(kernel.address, packed), packed.kept

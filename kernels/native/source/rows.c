@@ -33,6 +33,13 @@ typedef struct {
 } Widened;
 
 typedef struct {
+    number *x;          /* [rows, count], `stride` numbers apart */
+    const number *gate; /* [rows, count], or [rows, 1] if `is_one`, `gate_stride` numbers apart */
+    int64_t rows, count, stride, gate_stride;
+    int32_t is_one;
+} Factor;
+
+typedef struct {
     number *sum;        /* [rows, count], `stride` numbers apart */
     const number *part; /* [rows, count], `part_stride` numbers apart, 0 for one row for all */
     int64_t rows, count, stride, part_stride;
@@ -82,6 +89,24 @@ void gated(const Gated *own) {
         if (own->kind == SILU) gate(gates, others, width, SILU, 1, 0, out);
         if (own->kind == GELU) gate(gates, others, width, GELU, 1, 0, out);
         if (own->kind == CLAMPED) gate(gates, others, width, CLAMPED, own->alpha, own->limit, out);
+    }
+}
+
+/* Multiply rows with the sigmoid of their gates, which is rounded. */
+void sigmoid_mul(const Factor *own) {
+    int64_t count = own->count, parts = (count + PART - 1) / PART;
+#pragma omp for nowait
+    for (int64_t p = 0; p < own->rows * parts; p++) {
+        int64_t t = p / parts, from = p % parts * PART;
+        int64_t to = from + PART < count ? from + PART : count;
+        number *x = own->x + t * own->stride;
+        const number *gate = own->gate + t * own->gate_stride;
+        const int64_t step = own->is_one ? 0 : 1;
+#pragma omp simd
+        for (int64_t i = from; i < to; i++) {
+            float z = wide(gate[i * step]), part = power(-fabsf(z));
+            x[i] = narrow(wide(x[i]) * wide(narrow((z < 0 ? part : 1) / (1 + part))));
+        }
     }
 }
 

@@ -40,9 +40,13 @@ PLAYED = [
     "gpt-oss",
     "olmoe",
     "olmo2",
+    "qwen2-moe",
+    "qwen3-next",
+    "qwen3.5",
+    "qwen3.5-moe",
 ]
 """Families whose layers have no operation of torch."""
-LAUNCHED = {"qwen2-moe": "aten::pad", "ministral3": "aten::mul_"}
+LAUNCHED = {"ministral3": "aten::mul_", "gemma4": "aten::copy_"}
 """Families with an operation of torch, which is named."""
 
 
