@@ -13,21 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sidestep.kernels.native.large_pages import empty_in_large_pages, in_large_pages
+from sidestep.kernels.native.large_pages import in_large_pages
 from sidestep.kernels.native.library import NoLibraryError, address, library_of
 from sidestep.kernels.native.matrices import GROUP, CodedMatrixC, PlainMatrixC
+from sidestep.kernels.native.packing import pack_codes
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, TABLES, CodedMatrix, Codes
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types of the inputs."""
-_FOUR = 4
-"""Codes of a row that lie side by side."""
 _MIDDLE_BYTE = 128
 """The code of zero in 8 bits."""
 _LARGEST_MINIMUM = 1024.0
 """Largest minimum of a row, relative to its factor."""
-_PACKED_AT_ONCE = 4096
-"""Rows that are packed at a time, so that codes in a byte take little memory. Whole tiles."""
 _TABLE_STEPS: dict[Codes, float] = {"fp4": 0.5, "nf4": 1 / 127}
 """Kinds of codes that are looked up -> the step by which their numbers are whole ones of 8 bits.
 fp4's are exact; those of nf4 are rounded, by at most 0.4% of the largest."""
@@ -84,14 +81,8 @@ def packed_codes(matrix: CodedMatrix, tile: int, bias: Tensor | None = None) -> 
     """Return a matrix whose codes are kept, see `is_kept`. tile: rows of a tile."""
     rows, columns = matrix.shape
     by_row = matrix.with_row_scales()
-    groups, halves = -(-columns // GROUP), matrix.packed
-    codes = empty_in_large_pages(
-        (-(-rows // tile), groups, GROUP // _FOUR // halves, tile * _FOUR), torch.uint8
-    )
-    for first in range(0, rows, _PACKED_AT_ONCE):
-        part = by_row.codes[first : first + _PACKED_AT_ONCE]
-        packed = _packed(part, tile, groups, halves)
-        codes[first // tile : first // tile + len(packed)] = packed
+    bits = 8 // matrix.packed
+    codes = pack_codes(by_row.codes, tile, bits)
     factors, scales, minimums = (
         None if part is None else in_large_pages(_filled_up(part, tile)) for part in _scales(by_row)
     )
@@ -105,8 +96,8 @@ def packed_codes(matrix: CodedMatrix, tile: int, bias: Tensor | None = None) -> 
         table=_address(table),
         outputs=rows,
         inputs=columns,
-        bits=8 // halves,
-        repeat=min(groups, -(-by_row.group[1] // GROUP)),
+        bits=bits,
+        repeat=min(-(-columns // GROUP), -(-by_row.group[1] // GROUP)),
         middle=_middle(matrix, has_minimums=minimums is not None),
     )
     return PackedMatrix(described, _present(codes, factors, scales, minimums, wide, table))
@@ -134,19 +125,6 @@ def _table(kind: Codes) -> Tensor | None:
         return None
     least, numbers = _whole_numbers(kind)
     return torch.tensor([number - least for number in numbers], dtype=torch.uint8)
-
-
-def _packed(codes: Tensor, tile: int, groups: int, halves: int) -> Tensor:
-    """Return codes of some rows as kernels read them: [tiles, groups, vectors, bytes]."""
-    if halves == 2:
-        codes = torch.stack([codes & 15, codes >> 4], -1).flatten(1)
-    else:
-        codes = codes.view(torch.uint8) ^ _MIDDLE_BYTE
-    filled = pad(codes, (0, groups * GROUP - codes.shape[1], 0, -len(codes) % tile))
-    by_four = filled.view(-1, tile, groups, GROUP // _FOUR, _FOUR)
-    if halves == 2:
-        by_four = by_four[:, :, :, ::2] | by_four[:, :, :, 1::2] << 4
-    return by_four.permute(0, 2, 3, 1, 4).flatten(3).contiguous()
 
 
 def _scales(matrix: CodedMatrix) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -13,11 +13,16 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sidestep.executor.layers.experts.fused_experts import FusedExperts, Mxfp4Experts
+from sidestep.executor.layers.layouts import rounding_layouts
+from sidestep.executor.layers.layouts.native_matrices import kernel_of
 from sidestep.executor.parallel.parallel_state import Parallel
+from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.experts.expert_matrix import decode_mxfp4
+from sidestep.kernels.native.experts import CODED, SOURCE
+from sidestep.kernels.ops.rms_norm import Stream
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model
 from tests.unit.executor.steps import Request
 from tests.unit.executor.test_model_runner import VOCAB, make_runner, run
@@ -78,6 +83,40 @@ def test_packed_experts_give_the_tokens_of_transformers(folders: tuple[str, str]
     expected = reference_tokens(load_reference(plain), prompts, counts)
     requests = [Request(p, n) for p, n in zip(prompts, counts, strict=True)]
     assert run(make_runner(packed, block_size=8), requests, 33, 8) == expected
+
+
+def last_states(path: str, prompt: list[int]) -> Tensor:
+    """Return the stream behind the last layer, of all tokens of a prompt."""
+    runner, seen = make_runner(path), list[Tensor]()
+    states = runner._model.states
+
+    def noted(inputs: Tensor, batch: HostBatch, rows: Tensor | None) -> Stream:
+        seen.append(states(inputs, batch, None).hidden.clone())
+        return states(inputs, batch, rows)
+
+    runner._model.states = noted  # type: ignore[method-assign]
+    run(runner, [Request(prompt, 1)])
+    return seen[0]
+
+
+def test_experts_that_keep_four_bits_on_a_cpu_are_near_decoded_ones(
+    folders: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of the published sizes keep them; these are so small that they would be decoded."""
+    _, packed = folders
+    if kernel_of(SOURCE, "products", torch.float32, CODED) is None:
+        pytest.skip("this CPU multiplies decoded numbers")
+    (prompt,) = random_prompts(1, VOCAB, longest=60, seed=3)
+    decoded = last_states(packed, prompt)
+    monkeypatch.setattr(rounding_layouts, "_FEWEST_NUMBERS", 1)
+    runner = make_runner(packed)
+    assert "coded" in repr(runner._model.decoder._layers[0]._mlp._products)  # type: ignore[union-attr]
+    kept = last_states(packed, prompt)
+    assert 0 < (kept - decoded).norm() <= 0.03 * decoded.norm()
+    prompts = random_prompts(12, VOCAB, longest=60)
+    apart = [run(make_runner(packed), [Request(one, 8)])[0] for one in prompts[:3]]
+    together = run(runner, [Request(one, 8) for one in prompts], 33)
+    assert together[:3] == apart
 
 
 def load_rank(path: str, rank: int, ranks: int) -> FusedExperts:
