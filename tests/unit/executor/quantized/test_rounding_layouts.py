@@ -93,6 +93,8 @@ KEPT: list[tuple[Codes, int]] = [
     ("int4", 128),
     ("int4", 512),
     ("int4", COLUMNS),
+    ("fp4", 32),
+    ("nf4", 64),
 ]
 """Forms whose codes the kernel in C keeps."""
 
