@@ -149,13 +149,10 @@ class CpuModel:
             self._tapes = self._new_tapes()
 
     def _new_tapes(self) -> StepTapes | None:
-        """Return tapes of the layers; None for layers that need more than kernels and a cache."""
-        decoder, parallel = self.decoder, self._parallel
-        if self._args.parallel.enforce_eager or parallel.size > 1:
+        """Return tapes of the layers; None with several ranks, and where none are wanted."""
+        if self._args.parallel.enforce_eager or self._parallel.size > 1:
             return None
-        if decoder.has_token_inputs:
-            return None
-        return StepTapes(decoder, self.attention)
+        return StepTapes(self.decoder, self.attention)
 
     def _new_states(self) -> StateMemory | None:
         """Return memory for the states of recurrent layers; None in a model without such layers."""

@@ -25,6 +25,8 @@ class _Layers(NamedTuple):
     tape: Tape
     entering: Tensor
     """[T, D]: the stream before the layers, in the tape's memory."""
+    vectors: Tensor | None
+    """[T, L * P]: vectors that layers take beside it, in the tape's memory; see token_vectors."""
     leaving: Stream
     """The stream behind them, in the tape's memory too."""
 
@@ -60,28 +62,37 @@ class StepTapes:
         recurrent layers find its rows in the place that is the same for all steps.
         """
         stream = self._decoder.entering(inputs)
+        vectors = self._decoder.token_vectors(inputs, stream)
         found = self._by_tokens.get(len(stream.hidden))
         if found is None:
-            return self._recorded(stream, recurrent)
+            return self._recorded(stream, vectors, recurrent)
         found.entering.copy_(stream.hidden)
+        if found.vectors is not None and vectors is not None:
+            found.vectors.copy_(vectors)
         found.tape.play()
         return _copied(found.leaving)
 
-    def _recorded(self, stream: Stream, recurrent: RecurrentStep | None) -> Stream:
+    def _recorded(
+        self, stream: Stream, vectors: Tensor | None, recurrent: RecurrentStep | None
+    ) -> Stream:
         """Run the layers, and keep their tape."""
-        entering = self._memory.empty(stream.hidden.shape, stream.hidden.dtype)
-        entering.copy_(stream.hidden)
+        entering = self._kept(stream.hidden)
+        own = None if vectors is None else self._kept(vectors)
         tape = Tape(self._memory)
         with tape.recorded():
             leaving = self._decoder.through_layers(
-                Stream(entering, stream.norm), self._attention, recurrent=recurrent
+                Stream(entering, stream.norm), self._attention, recurrent=recurrent, own=own
             )
         if tape.other is None:
-            self._by_tokens[len(entering)] = _Layers(tape, entering, leaving)
+            self._by_tokens[len(entering)] = _Layers(tape, entering, own, leaving)
         else:
             self.refused = tape.other
             _log.debug("steps are not played from tapes, because of %s", tape.other)
         return _copied(leaving)
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """Return a copy in memory of the tapes."""
+        return self._memory.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def _copied(leaving: Stream) -> Stream:

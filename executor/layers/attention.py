@@ -15,7 +15,7 @@ from sidestep.executor.weights.kv_scales import load_kv_scales
 from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, join_columns
 from sidestep.kernels.ops.silu_mul import sigmoid_mul
 
 
@@ -182,11 +182,10 @@ class Attention:
         """Return the projections with the values as they are kept."""
         if self._spec.keys_as_values:
             values_from = self._values.start
-            qkv = torch.cat([qkv[:, :values_from], qkv[:, self._keys], qkv[:, values_from:]], 1)
+            parts = [qkv[:, :values_from], qkv[:, self._keys], qkv[:, values_from:]]
+            qkv = join_columns([part for part in parts if part.shape[1]])
         if self._value_norm is not None:
-            values = qkv[:, self._values]
-            heads = values.reshape(-1, self._spec.head_dim)
-            values.copy_(self._value_norm(heads).view_as(values))
+            self._value_norm.of_heads(qkv[:, self._values])
         return qkv
 
     def _add(self, stream: Stream, attended: Tensor) -> Stream:

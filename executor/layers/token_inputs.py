@@ -6,9 +6,6 @@ and computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
 from sidestep.executor.layers.linear import Linear
@@ -19,7 +16,7 @@ from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import NormSpec, TokenInputSpec
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import Stream
+from sidestep.kernels.ops.rms_norm import Stream, add, join_columns
 from sidestep.kernels.ops.silu_mul import silu_mul
 
 
@@ -46,12 +43,11 @@ class TokenInputs:
         name = "model.per_layer_projection_norm.weight"
         self._norm = load_norm(spec.norm, weights, name, inputs.width)
 
-    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Sequence[Tensor]:
-        """Return the vectors [T, P] of each layer, for tokens int [T] with embeddings [T, D]."""
+    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """Return the vectors of all layers [T, L * P], for tokens int [T], embedded [T, D]."""
         projected = self._projection(embedded).mul_(self._scale)
         normed = self._norm(projected.view(-1, self._width)).view_as(projected)
-        vectors = normed.add_(self._table.vectors(token_ids)).mul_(2**-0.5)
-        return vectors.split(self._width, 1)
+        return normed.add_(self._table.vectors(token_ids)).mul_(2**-0.5)
 
 
 class TokenInput:
@@ -83,5 +79,6 @@ class TokenInput:
 
     def add(self, stream: Stream, vectors: Tensor) -> Stream:
         """Return the stream with the part of the vectors [T, P], on its way through its norm."""
-        gated = self._multiply(torch.cat([self._gate(stream.hidden), vectors], 1))
-        return Stream(stream.hidden.add_(self._norm(self._projection(gated))), stream.norm)
+        gated = self._multiply(join_columns([self._gate(stream.hidden), vectors]))
+        part = self._norm(self._projection(gated))
+        return Stream(add(stream.hidden, part), stream.norm)

@@ -40,7 +40,8 @@ from sidestep.ipc.model.layer_spec import (
 from sidestep.ipc.model.layer_split import Stage, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
-from sidestep.kernels.ops.rms_norm import NoNorm, RmsNorm, Stream
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.ops.rms_norm import NoNorm, RmsNorm, Stream, scale
 
 
 def attention_shape(
@@ -212,7 +213,10 @@ class Layer:
             if layer.token_input is None
             else TokenInput(layer.token_input, width, weights, name, spec.norm)
         )
-        self._factor = weights.get(f"{name}.layer_scalar", (1,)) if layer.stored_factor else None
+        self._factor = None
+        if layer.stored_factor:
+            factor = weights.get(f"{name}.layer_scalar", (1,))
+            self._factor = factor if on_gpu(factor) else factor.float()
 
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
@@ -245,7 +249,7 @@ class Layer:
             own = inputs if rows is None else inputs.index_select(0, rows)
             made = self._token_input.add(made, own)
         # A norm that is begun was that of the stream without the factor.
-        return made if self._factor is None else Stream(made.hidden.mul_(self._factor), made.norm)
+        return made if self._factor is None else Stream(scale(made.hidden, self._factor), made.norm)
 
 
 class DecoderForCausalLM:
@@ -295,6 +299,7 @@ class DecoderForCausalLM:
             Layer(spec, weights, index, place, norm, parallel)
             for index, place, norm in zip(stage.layers, places, following, strict=True)
         ]
+        self._num_layers = spec.num_layers
         self._kinds = [(kernels_of(layer.mixer), layer.mlp) for layer in own]
         products = [(type(layer.mixer), layer.mlp) for layer in own]
         self._distinct = [self._layers[i] for i in first_of_each(products)]
@@ -386,7 +391,7 @@ class DecoderForCausalLM:
         states of this rank's recurrent layers, if there are any.
         """
         stream = self.entering(inputs)
-        own = None if self._token_inputs is None else self._token_inputs(inputs, stream.hidden)
+        own = self.token_vectors(inputs, stream)
         return self.through_layers(stream, attention, rows, recurrent, own)
 
     def entering(self, inputs: Tensor) -> Stream:
@@ -394,10 +399,12 @@ class DecoderForCausalLM:
         norm = self._first_norm
         return Stream(inputs, norm) if self._embedding is None else self._embedding(inputs, norm)
 
-    @property
-    def has_token_inputs(self) -> bool:
-        """Whether layers take vectors of their own for each token."""
-        return self._token_inputs is not None
+    def token_vectors(self, inputs: Tensor, stream: Stream) -> Tensor | None:
+        """Return the vectors [T, L * P] that layers take beside the stream that enters.
+
+        None if they take none. inputs: see `states`.
+        """
+        return None if self._token_inputs is None else self._token_inputs(inputs, stream.hidden)
 
     def through_layers(
         self,
@@ -405,16 +412,18 @@ class DecoderForCausalLM:
         attention: AttentionBackend,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
-        own: Sequence[Tensor | None] | None = None,
+        own: Tensor | None = None,
     ) -> Stream:
         """Return the residual stream after this rank's last layer, of the tokens at `rows`.
 
-        own: vectors of the tokens, for each layer. rows, recurrent: see `states`.
+        own: see `token_vectors`. rows, recurrent: see `states`.
         """
-        own = own or [None] * len(self._layers)
-        for layer, one in zip(self._layers[:-1], own, strict=False):
+        each: Sequence[Tensor | None] = [None] * len(self._layers)
+        if own is not None:
+            each = own.chunk(self._num_layers, 1)
+        for layer, one in zip(self._layers[:-1], each, strict=False):
             stream = layer(stream, attention, None, recurrent, one)
-        return self._layers[-1](stream, attention, rows, recurrent, own[-1])
+        return self._layers[-1](stream, attention, rows, recurrent, each[-1])
 
     def logits(self, stream: Stream, out: Tensor | None = None) -> Tensor:
         """Return logits [R, V] of what `states` returned, or of some of its rows.

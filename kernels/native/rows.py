@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
@@ -63,6 +64,24 @@ class _Factor(Structure):
         *((name, c_void_p) for name in ("x", "gate")),
         *((name, c_int64) for name in ("rows", "count", "stride", "gate_stride")),
         ("is_one", c_int32),
+    )
+
+
+class _Scale(Structure):
+    """Arguments of `scale` in rows.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "factor")),
+        *((name, c_int64) for name in ("rows", "count", "stride")),
+    )
+
+
+class _Copy(Structure):
+    """Arguments of `copy` in rows.c."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "out")),
+        *((name, c_int64) for name in ("rows", "count", "stride", "out_stride")),
     )
 
 
@@ -167,6 +186,32 @@ def _gated(
         alone=rows * count < _ALONE,
     )
     return out
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return parts [T, N] side by side, [T, sum of all N]; None where there is no kernel."""
+    first = parts[0]
+    kernel = _kernel("copy", first.dtype) if all(map(_fits, parts)) else None
+    if kernel is None or any(part.dtype != first.dtype for part in parts):
+        return None
+    out, begin = empty((len(first), sum(part.shape[1] for part in parts)), first.dtype), 0
+    for part in parts:
+        own = out[:, begin : begin + part.shape[1]]
+        begin += part.shape[1]
+        strides = part.stride(0), out.stride(0)
+        arguments = _Copy(part.data_ptr(), own.data_ptr(), *part.shape, *strides)
+        launch(kernel, arguments, alone=part.numel() < _ALONE)
+    return out
+
+
+def scale(x: Tensor, factor: Tensor) -> bool:
+    """Multiply x [T, N] with a factor, float32 [1], in place. Return False without a kernel."""
+    kernel = _kernel("scale", x.dtype) if _fits(x) else None
+    if kernel is None or factor.dtype != torch.float32:
+        return False
+    arguments = _Scale(x.data_ptr(), factor.data_ptr(), *x.shape, x.stride(0))
+    launch(kernel, arguments, alone=x.numel() < _ALONE)
+    return True
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> bool:

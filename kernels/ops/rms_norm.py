@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +49,17 @@ def add(x: Tensor, part: Tensor) -> Tensor:
     return x if native.add(x, part) else x.add_(part)
 
 
+def scale(x: Tensor, factor: Tensor) -> Tensor:
+    """Multiply the stream x [T, D] with a factor [1] in place; return x."""
+    return x if native.scale(x, factor) else x.mul_(factor)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts [T, N] side by side."""
+    made = native.join_columns(parts)
+    return torch.cat(list(parts), 1) if made is None else made
+
+
 @dataclass(frozen=True)
 class RmsNorm:
     """A norm with its weight [D]."""
@@ -65,6 +77,14 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Return the norm of x [..., D]."""
         return rms_norm(x, self.weight, self.eps)
+
+    def of_heads(self, x: Tensor) -> None:
+        """Norm each head of x [T, H * D] in place."""
+        dim = len(self.weight)
+        heads = x.split(dim, 1)
+        if all(native.rms_norm(head, self.weight, self.eps, out=head) is head for head in heads):
+            return
+        x.copy_(self(x.reshape(-1, dim)).view_as(x))
 
 
 class NoNorm(RmsNorm):

@@ -33,7 +33,9 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ExpertNorms, ExpertsSpec, ExpertStorage, NormSpec
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.native.tape import empty
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, add
 from sidestep.kernels.ops.routing import Routed, Undecided
 
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
@@ -79,9 +81,9 @@ class NormedParts:
 
     def sum(self, experts: Tensor, shared: Tensor, parallel: Parallel) -> Tensor:
         """Return the sum of the norms of both parts [T, D], each of which is a rank's."""
-        both = parallel.all_reduce(torch.cat([experts, shared]))
-        experts, shared = both.chunk(2)
-        return self._after(experts).add_(self._after_shared(shared))
+        if parallel.size > 1:
+            experts, shared = parallel.all_reduce(torch.cat([experts, shared])).chunk(2)
+        return add(self._after(experts), self._after_shared(shared))
 
 
 class Experts:
@@ -146,10 +148,10 @@ class Experts:
         """Return the stream with experts and the shared one added, which are normed apart."""
         assert self._shared is not None, "there is nothing to be normed apart from"
         shared = self._shared.down(self._shared.inner(stream.normed()))
-        experts = torch.empty_like(shared)
+        experts = torch.empty_like(shared) if on_gpu(shared) else empty(shared.shape, shared.dtype)
         x, routed = norms.before(stream.hidden), self._router(stream.hidden)
         self._products(x, routed, experts, add=False)
         whole = norms.sum(experts, shared, self._parallel)
         if self._after is not None:
             whole = self._after(whole)
-        return Stream(stream.hidden.add_(whole), self._following)
+        return Stream(add(stream.hidden, whole), self._following)

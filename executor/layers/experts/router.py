@@ -10,7 +10,7 @@ from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ExpertsSpec
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native.rows import widened
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, add
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, add, scale
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 
 
@@ -52,7 +52,7 @@ class Router:
             if routing.norm
             else None
         )
-        self._factor = hidden_size**-0.5
+        self._root = hidden_size**-0.5
         self._expert_scales = (
             weights.exact(f"{name}.{spec.names.expert_scales}", (spec.num_experts,))[
                 own.start : own.stop
@@ -62,6 +62,8 @@ class Router:
         )
         self._weight = weight if on_gpu(weight) else None
         self._product = None if on_gpu(weight) else CpuProduct(weight.float())
+        self._factor = torch.full((1,), self._root) if self._norm and not self.on_gpu else None
+        """The same, where kernels in C find it."""
         self._joined: Joined | None = None
 
     def join(self, gate: Tensor | None) -> None:
@@ -95,7 +97,8 @@ class Router:
     def __call__(self, x: Tensor) -> Routed:
         """Return the experts of each row of x [T, D], by their numbers on this rank."""
         if self._norm is not None:
-            x = self._norm(x).mul_(self._factor)
+            x = self._norm(x)
+            x = x.mul_(self._root) if self._factor is None else scale(x, self._factor)
         if self._weight is None:
             return self._chosen_on_cpu(x)
         return self._chosen_on_gpu(x, self._weight)

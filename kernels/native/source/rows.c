@@ -1,5 +1,7 @@
 /* Functions of rows on a CPU. A row's bits depend on that row alone. See tape.c for kernels. */
 
+#include <string.h>
+
 #include "numbers.h"
 
 enum { PART = 1024 }; /* numbers of a row that a thread takes at once */
@@ -38,6 +40,18 @@ typedef struct {
     int64_t rows, count, stride, gate_stride;
     int32_t is_one;
 } Factor;
+
+typedef struct {
+    number *x;           /* [rows, count], `stride` numbers apart */
+    const float *factor; /* one for all */
+    int64_t rows, count, stride;
+} Scale;
+
+typedef struct {
+    const number *x; /* [rows, count], `stride` numbers apart */
+    number *out;     /* the same, `out_stride` numbers apart */
+    int64_t rows, count, stride, out_stride;
+} Copy;
 
 typedef struct {
     number *sum;        /* [rows, count], `stride` numbers apart */
@@ -108,6 +122,25 @@ void sigmoid_mul(const Factor *own) {
             x[i] = narrow(wide(x[i]) * wide(narrow((z < 0 ? part : 1) / (1 + part))));
         }
     }
+}
+
+/* Multiply rows with a factor. */
+void scale(const Scale *own) {
+    float factor = *own->factor;
+#pragma omp for nowait
+    for (int64_t t = 0; t < own->rows; t++) {
+        number *x = own->x + t * own->stride;
+        for (int64_t i = 0; i < own->count; i++) x[i] = narrow(wide(x[i]) * factor);
+    }
+}
+
+/* Copy rows. */
+void copy(const Copy *own) {
+#pragma omp for nowait
+    for (int64_t t = 0; t < own->rows; t++)
+        memcpy(
+            own->out + t * own->out_stride, own->x + t * own->stride, own->count * sizeof(number)
+        );
 }
 
 /* Write rows in float. */

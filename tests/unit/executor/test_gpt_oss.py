@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sidestep.executor.layers.experts.fused_experts import FusedExperts, Mxfp4Experts
+from sidestep.executor.layers.experts.layer import Experts
 from sidestep.executor.layers.layouts import rounding_layouts
 from sidestep.executor.layers.layouts.native_matrices import kernel_of
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -110,7 +111,8 @@ def test_experts_that_keep_four_bits_on_a_cpu_are_near_decoded_ones(
     decoded = last_states(packed, prompt)
     monkeypatch.setattr(rounding_layouts, "_FEWEST_NUMBERS", 1)
     runner = make_runner(packed)
-    assert "coded" in repr(runner._model.decoder._layers[0]._mlp._products)  # type: ignore[union-attr]
+    experts = runner._model.decoder._layers[0]._mlp
+    assert isinstance(experts, Experts) and "coded" in repr(experts._products)
     kept = last_states(packed, prompt)
     assert 0 < (kept - decoded).norm() <= 0.03 * decoded.norm()
     prompts = random_prompts(12, VOCAB, longest=60)

@@ -78,6 +78,74 @@ def test_a_part_is_added_to_each_row(rows: int, count: int, dtype: torch.dtype) 
         assert torch.equal(x, whole)
 
 
+SHAPES = [(0, 8), (1, 1024), (5, 77), (300, 1030)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), SHAPES)
+def test_the_clamped_activation_is_right(rows: int, count: int, dtype: torch.dtype) -> None:
+    both = (4 * torch.randn(rows, 2 * count)).to(dtype)
+    made = native.clamped_swiglu(both, 1.702, 7.0)
+    assert made is not None and made.dtype == dtype
+    gate, up = both.double().chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    expected = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(made.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "clamped"])
+def test_the_number_of_rows_may_be_in_memory(name: str) -> None:
+    both, used = torch.randn(9, 64), torch.tensor([4])
+    functions: dict[str, Callable[[int | None], Tensor | None]] = {
+        "silu": lambda address: native.silu_mul(both, address),
+        "gelu": lambda address: native.gelu_mul(both, address),
+        "clamped": lambda address: native.clamped_swiglu(both, 1.5, 2.0, address),
+    }
+    whole, part = functions[name](None), functions[name](used.data_ptr())
+    assert whole is not None and part is not None
+    assert torch.equal(part[:4], whole[:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), SHAPES)
+def test_rows_are_multiplied_with_sigmoids(rows: int, count: int, dtype: torch.dtype) -> None:
+    whole, gates = torch.randn(rows, count + 9).to(dtype), 6 * torch.randn(rows, count + 2)
+    for gate in (gates.to(dtype)[:, 1:-1], gates.to(dtype)[:, 3:4]):
+        x = whole.clone()
+        assert native.sigmoid_mul(x[:, 4:-5], gate)
+        expected = whole.double()
+        expected[:, 4:-5] *= torch.sigmoid(gate.double())
+        tolerance = 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(x.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "count"), SHAPES)
+def test_rows_are_scaled_widened_and_joined(rows: int, count: int, dtype: torch.dtype) -> None:
+    whole, factor = torch.randn(rows, count + 9).to(dtype), torch.tensor([0.3])
+    x = whole.clone()
+    assert native.scale(x[:, 4:-5], factor)
+    whole[:, 4:-5] *= 0.3
+    assert torch.equal(x, whole)
+    wide = native.widened(x[:, 4:-5])
+    assert wide is not None and wide.dtype == torch.float32
+    assert torch.equal(wide, x[:, 4:-5].float())
+    parts = [x[:, :4], x[:, 4:-5], x[:, 1:3]]
+    joined = native.join_columns(parts)
+    assert joined is not None and torch.equal(joined, torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_norm_in_place_leaves_other_columns(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(7, 96).to(dtype), torch.randn(32).to(dtype)
+    before, own = x.clone(), x[:, 32:64]
+    assert native.rms_norm(own, weight, 1e-6, out=own) is own
+    apart = native.rms_norm(before[:, 32:64], weight, 1e-6)
+    assert apart is not None and torch.equal(own, apart)
+    assert torch.equal(x[:, :32], before[:, :32]) and torch.equal(x[:, 64:], before[:, 64:])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "function", [lambda x: rms_norm(x, torch.ones(202, dtype=x.dtype), 1e-6), silu_mul, gelu_mul]
@@ -114,4 +182,10 @@ def test_other_types_and_shapes_are_left_to_torch() -> None:
     ):
         assert native.rms_norm(x, weight, 1e-6) is None and native.silu_mul(x) is None
         assert not native.add(x, x)
-    assert not native.add(torch.ones(2, 8), torch.ones(8, dtype=torch.bfloat16))
+        assert not native.sigmoid_mul(x, x) and not native.scale(x, torch.ones(1))
+        assert native.clamped_swiglu(x, 1.0, 1.0) is None and native.join_columns([x, x]) is None
+    narrow = torch.ones(2, 8, dtype=torch.bfloat16)
+    assert not native.add(torch.ones(2, 8), narrow[0])
+    assert not native.sigmoid_mul(torch.ones(2, 8), narrow)
+    assert not native.scale(torch.ones(2, 8), narrow[0, :1])
+    assert native.join_columns([torch.ones(2, 8), narrow]) is None

@@ -44,9 +44,13 @@ PLAYED = [
     "qwen3-next",
     "qwen3.5",
     "qwen3.5-moe",
+    "gemma4",
+    "gemma4-moe",
+    "gemma4-token-inputs",
+    "gemma4-unified",
 ]
 """Families whose layers have no operation of torch."""
-LAUNCHED = {"ministral3": "aten::mul_", "gemma4": "aten::copy_"}
+LAUNCHED = {"ministral3": "aten::mul_"}
 """Families with an operation of torch, which is named."""
 
 
