@@ -124,6 +124,8 @@ def _packed(
         if kernel is not None and takes(matrix):
             whole = matrix if is_kept(matrix) else rounded(matrix)
             return kernel, packed_codes(whole, kernel.tile, bias)
+        if isinstance(given, CodedMatrix):
+            return None  # other layouts take less memory than decoded numbers
         matrix = matrix.decoded()
     kernel = kernel_of(SOURCE, "products", dtype)
     # oneDNN multiplies many rows of 16 bits faster, where the CPU has instructions for them.

@@ -290,8 +290,20 @@ def test_fp4_of_a_file_keeps_four_bits() -> None:
 def test_experts_of_both_kinds_are_left_to_others() -> None:
     stored = Stored("int8", F32)
     stored.of_down[3] = plain(HIDDEN, WIDTH, F32)
-    coded = kernel_of(SOURCE, "products", F32, CODED) is not None
-    assert (NativeExperts.of(stored, F32) is None) == coded
+    assert NativeExperts.of(stored, F32) is None
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_codes_that_would_be_decoded_are_left_to_smaller_layouts(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behave like a CPU without products of 8-bit numbers, where float16 takes half the memory."""
+
+    def plain_alone(source: str, name: str, dtype: torch.dtype, *given: str) -> Kernel | None:
+        return None if CODED in given else kernel_of(source, name, dtype, *given)
+
+    monkeypatch.setattr(native_experts, "kernel_of", plain_alone)
+    assert NativeExperts.of(Stored(form, F32), F32) is None
 
 
 def test_another_type_has_no_such_experts() -> None:
