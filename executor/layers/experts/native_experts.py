@@ -18,7 +18,7 @@ from sidestep.executor.layers.layouts.native_matrices import (
     packed_plain,
 )
 from sidestep.executor.layers.layouts.plain_layouts import packed as packed_by_onednn
-from sidestep.executor.layers.layouts.rounding_layouts import rounded
+from sidestep.executor.layers.layouts.rounding_layouts import is_large, rounded
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.native import rows
@@ -124,7 +124,7 @@ def _packed(
         if kernel is not None and takes(matrix):
             whole = matrix if is_kept(matrix) else rounded(matrix)
             return kernel, packed_codes(whole, kernel.tile, bias)
-        if isinstance(given, CodedMatrix):
+        if isinstance(given, CodedMatrix) and is_large(given):
             return None  # other layouts take less memory than decoded numbers
         matrix = matrix.decoded()
     kernel = kernel_of(SOURCE, "products", dtype)
