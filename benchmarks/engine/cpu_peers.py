@@ -3,7 +3,8 @@
     python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96]
         [--models 3m 440m experts hybrid] [--forms float32 int8 int4] [--llama-python PYTHON]
 
-It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, through
+It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, and reads one prompt of 512
+tokens, whose figure is its tokens by the time to the first token of output. It does so through
 
 - sidestep: AsyncLLM, with all of its processes;
 - transformers generate: a static batch, whose prompts have one length by construction;
@@ -77,7 +78,8 @@ CONFIGS = {"experts": "MixtralConfig", "hybrid": "Qwen3_5TextConfig"}
 LLAMA_FORMS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
 """Form of the weights -> llama.cpp's name of the same number of bits."""
 STREAMS = (1, 8)
-PROMPT = 64
+PROMPT, LONG_PROMPT = 64, 512
+COLUMNS = (*(f"{streams} streams" for streams in STREAMS), f"{LONG_PROMPT} in")
 
 
 def write_model(shape: str, folder: Path) -> None:
@@ -104,31 +106,34 @@ def write_model(shape: str, folder: Path) -> None:
         (folder / name).write_text((bundled / name).read_text())
 
 
-def prompts(count: int, vocab_size: int, seed: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """Return random token ids, different in every run so that no prefix is cached."""
     rng = random.Random(seed)
-    return [[rng.randrange(min(4000, vocab_size)) for _ in range(PROMPT)] for _ in range(count)]
+    return [[rng.randrange(min(4000, vocab_size)) for _ in range(length)] for _ in range(count)]
 
 
-def measure(run: Any, args: argparse.Namespace, vocab_size: int) -> dict[int, float]:
-    """Return the best tokens/s by number of streams.
+def measure(run: Any, args: argparse.Namespace, vocab_size: int) -> list[float]:
+    """Return the best tokens/s of each column.
 
-    run: takes prompts and returns the number of output tokens.
+    run: takes prompts and a number of output tokens for each, and returns when it has them.
     """
-    run(prompts(1, vocab_size, 99))
-    result = {}
-    for streams in STREAMS:
+    run(prompts(1, PROMPT, vocab_size, 99), args.tokens)
+    run(prompts(1, LONG_PROMPT, vocab_size, 98), 1)
+    cases = [(streams, PROMPT, args.tokens) for streams in STREAMS]
+    result = []
+    for streams, length, tokens in [*cases, (1, LONG_PROMPT, 1)]:
         best = 0.0
         for attempt in range(args.runs):
-            batch = prompts(streams, vocab_size, attempt)
+            batch = prompts(streams, length, vocab_size, attempt)
             start = time.perf_counter()
-            count = run(batch)
-            best = max(best, count / (time.perf_counter() - start))
-        result[streams] = best
+            run(batch, tokens)
+            counted = streams * tokens if tokens > 1 else length
+            best = max(best, counted / (time.perf_counter() - start))
+        result.append(best)
     return result
 
 
-def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
+def contend_sidestep(folder: str, args: argparse.Namespace) -> list[float]:
     """Measure sidestep's AsyncLLM."""
     import asyncio
 
@@ -143,21 +148,20 @@ def contend_sidestep(folder: str, args: argparse.Namespace) -> dict[int, float]:
             quantization=None if args.form == "float32" else args.form,
         )
     )
-    params = SamplingParams(
-        temperature=0, max_tokens=args.tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-    )
 
-    async def one(prompt: list[int]) -> int:
-        count = 0
-        async for output in llm.generate(prompt, params):
-            count += len(output.outputs[0].token_ids)
-        return count
+    async def one(prompt: list[int], tokens: int) -> None:
+        params = SamplingParams(
+            temperature=0, max_tokens=tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+        )
+        outputs = [output async for output in llm.generate(prompt, params)]
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == tokens
 
-    async def batch(batch: list[list[int]]) -> int:
-        return sum(await asyncio.gather(*map(one, batch)))
+    async def run(batch: list[list[int]], tokens: int) -> None:
+        await asyncio.gather(*(one(prompt, tokens) for prompt in batch))
 
+    vocab_size = SHAPES[args.shape]["vocab_size"]
     with asyncio.Runner() as runner:
-        result = measure(lambda b: runner.run(batch(b)), args, SHAPES[args.shape]["vocab_size"])
+        result = measure(lambda *given: runner.run(run(*given)), args, vocab_size)
     llm.shutdown()
     return result
 
@@ -171,28 +175,28 @@ def load_transformers(folder: str, threads: int) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def contend_generate(folder: str, args: argparse.Namespace) -> dict[int, float]:
+def contend_generate(folder: str, args: argparse.Namespace) -> list[float]:
     """Measure transformers with a static batch."""
     import torch
 
     model = load_transformers(folder, args.threads)
 
-    def run(batch: list[list[int]]) -> int:
+    def run(batch: list[list[int]], tokens: int) -> None:
         ids = torch.tensor(batch)
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=args.tokens,
-            min_new_tokens=args.tokens,
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
         )
-        return int(out[:, PROMPT:].numel())
+        assert out.shape[1] == ids.shape[1] + tokens
 
     return measure(run, args, SHAPES[args.shape]["vocab_size"])
 
 
-def contend_continuous(folder: str, args: argparse.Namespace) -> dict[int, float]:
+def contend_continuous(folder: str, args: argparse.Namespace) -> list[float]:
     """Measure transformers' continuous batching by its streaming manager."""
     from transformers import GenerationConfig
 
@@ -203,20 +207,16 @@ def contend_continuous(folder: str, args: argparse.Namespace) -> dict[int, float
     manager = model.init_continuous_batching(generation_config=config)
     manager.start()
 
-    def run(batch: list[list[int]]) -> int:
+    def run(batch: list[list[int]], tokens: int) -> None:
         ids = {
-            manager.add_request(prompt, max_new_tokens=args.tokens, streaming=True)
-            for prompt in batch
+            manager.add_request(prompt, max_new_tokens=tokens, streaming=True) for prompt in batch
         }
-        last: dict[str, int] = {}
         while ids:
             result = manager.get_result(timeout=60)
             if result is None:
                 raise RuntimeError("continuous batching gave nothing for 60 s")
-            last[result.request_id] = len(result.generated_tokens)
             if result.is_finished():
                 ids.discard(result.request_id)
-        return sum(last.values())
 
     try:
         return measure(run, args, SHAPES[args.shape]["vocab_size"])
@@ -288,7 +288,7 @@ p.n_threads = p.n_threads_batch = threads
 p.kv_unified = True
 ctx = L.llama_init_from_model(model, p)
 V = shape["vocab_size"]
-def run(batch):
+def run(batch, tokens):
     L.llama_memory_clear(L.llama_get_memory(ctx), True)
     b = L.llama_batch_init(1024, 0, 1)
     def put(i, token, pos, seq, logits):
@@ -300,32 +300,33 @@ def run(batch):
             put(n, t, j, s, j == len(prompt) - 1); n += 1
     b.n_tokens = n
     assert L.llama_decode(ctx, b) == 0
-    rows = [64 * (s + 1) - 1 for s in range(len(batch))]
+    size = len(batch[0])
+    rows = [size * (s + 1) - 1 for s in range(len(batch))]
     for step in range(tokens):
         found = [np.ctypeslib.as_array(L.llama_get_logits_ith(ctx, r), (V,)) for r in rows]
         ids = [int(logits.argmax()) for logits in found]
         if step == tokens - 1: break
-        for s, t in enumerate(ids): put(s, t, 64 + step, s, True)
+        for s, t in enumerate(ids): put(s, t, size + step, s, True)
         b.n_tokens = len(batch)
         assert L.llama_decode(ctx, b) == 0
         rows = list(range(len(batch)))
     L.llama_batch_free(b)
-    return tokens * len(batch)
-result = {}
-run([[1] * 64])
-for streams in (1, 8):
+result = []
+run([[1] * 64], tokens)
+for streams, size, made in ((1, 64, tokens), (8, 64, tokens), (1, 512, 1)):
     best = 0.0
     for a in range(runs):
         rng = random.Random(a)
-        batch = [[rng.randrange(4000) for _ in range(64)] for _ in range(streams)]
-        start = time.perf_counter(); n = run(batch)
-        best = max(best, n / (time.perf_counter() - start))
-    result[streams] = best
+        batch = [[rng.randrange(4000) for _ in range(size)] for _ in range(streams)]
+        start = time.perf_counter(); run(batch, made)
+        counted = streams * made if made > 1 else size
+        best = max(best, counted / (time.perf_counter() - start))
+    result.append(best)
 print("RESULT " + json.dumps(result))
 """
 
 
-def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]:
+def contend_llama_cpp(folder: str, args: argparse.Namespace) -> list[float]:
     """Measure llama.cpp's library in a bare loop.
 
     There is no server and no text, so this is the most that it could give.
@@ -339,7 +340,8 @@ def contend_llama_cpp(folder: str, args: argparse.Namespace) -> dict[int, float]
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
         raise RuntimeError(done.stderr[-2000:])
-    return {int(k): v for k, v in json.loads(lines[0].removeprefix("RESULT ")).items()}
+    result: list[float] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
 
 
 CONTENDERS = {
@@ -352,7 +354,7 @@ CONTENDERS = {
 
 def run_child(
     name: str, folder: str, shape: str, form: str, args: argparse.Namespace
-) -> dict[int, float] | None:
+) -> list[float] | None:
     """Run one contender in a process of its own, and return its figures, or None if it failed."""
     command = [
         sys.executable,
@@ -380,7 +382,8 @@ def run_child(
     if not lines:
         print(f"{name} failed:\n{done.stderr[-1500:]}", file=sys.stderr)
         return None
-    return {int(k): v for k, v in json.loads(lines[0].removeprefix("RESULT ")).items()}
+    result: list[float] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
 
 
 def main() -> None:
@@ -408,7 +411,7 @@ def main() -> None:
     )
     print(
         f"{'model':<8} {'weights':<8} {'contender':<34}"
-        + "".join(f"{f'{n} streams':>12}" for n in STREAMS)
+        + "".join(f"{name:>12}" for name in COLUMNS)
     )
     for shape in args.models:
         with tempfile.TemporaryDirectory() as folder:
@@ -420,7 +423,7 @@ def main() -> None:
                 ):
                     continue
                 result = run_child(name, folder, shape, form, args)
-                cells = [f"{result[n]:>12.1f}" if result else f"{'failed':>12}" for n in STREAMS]
+                cells = [f"{one:>12.1f}" for one in result] if result else ["      failed"]
                 print(f"{shape:<8} {form:<8} {name:<34}" + "".join(cells), flush=True)
 
 
