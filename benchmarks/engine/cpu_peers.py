@@ -1,7 +1,8 @@
 """Measure tokens a second on a CPU, beside transformers: same weights, same machine, one run.
 
     python benchmarks/engine/cpu_peers.py [--threads 2] [--tokens 96]
-        [--models 3m 440m experts hybrid] [--forms float32 int8 int4] [--llama-python PYTHON]
+        [--models 3m 440m experts hybrid] [--forms float32 bfloat16 int8 int4]
+        [--llama-python PYTHON]
 
 It decodes 1 and 8 streams greedily, with prompts of 64 random tokens, and reads one prompt of 512
 tokens, whose figure is its tokens by the time to the first token of output. It does so through
@@ -14,8 +15,9 @@ tokens, whose figure is its tokens by the time to the first token of output. It 
 
 Each contender runs in a process of its own, one after the other; each figure is the best of --runs.
 The weights are random. int8 and int4 are the same weights with fewer bits: sidestep rounds them
-while it loads (`quantization`), llama.cpp gets Q8_0 and Q4_0, and transformers is left out. It
-needs the `bench` extra (accelerate).
+while it loads (`quantization`), llama.cpp gets Q8_0 and Q4_0, and transformers is left out. For
+bfloat16 the files have that type; sidestep computes in float32 as ever on a CPU, and llama.cpp gets
+BF16. It needs the `bench` extra (accelerate).
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +76,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 CONFIGS = {"experts": "MixtralConfig", "hybrid": "Qwen3_5TextConfig"}
 """Shape -> its configuration in transformers; others are Llamas."""
-LLAMA_FORMS = {"float32": "F32", "int8": "Q8_0", "int4": "Q4_0"}
+LLAMA_FORMS = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}
 """Form of the weights -> llama.cpp's name of the same number of bits."""
+ROUNDED = ("int8", "int4")
+"""Forms that are made of float32 files."""
 STREAMS = (1, 8)
 PROMPT, LONG_PROMPT = 64, 512
 COLUMNS = (*(f"{streams} streams" for streams in STREAMS), f"{LONG_PROMPT} in")
 
 
-def write_model(shape: str, folder: Path) -> None:
+def write_model(shape: str, folder: Path, dtype: str) -> None:
     """Write a random model in the Hugging Face layout, with the bundled model's tokenizer.
 
-    No contender reads the text.
+    No contender reads the text. dtype: of the files.
     """
     import torch
     import transformers
@@ -100,7 +103,7 @@ def write_model(shape: str, folder: Path) -> None:
             bos_token_id=None,
             eos_token_id=None,
         )
-    ).save_pretrained(folder)
+    ).to(getattr(torch, dtype)).save_pretrained(folder)
     bundled = Path(__file__).parents[2] / "examples" / "tiny-python"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_text((bundled / name).read_text())
@@ -145,7 +148,7 @@ def contend_sidestep(folder: str, args: argparse.Namespace) -> list[float]:
             device="cpu",
             dtype="float32",
             cpu_threads=args.threads,
-            quantization=None if args.form == "float32" else args.form,
+            quantization=args.form if args.form in ROUNDED else None,
         )
     )
 
@@ -240,7 +243,7 @@ w.add_feed_forward_length(shape["intermediate_size"])
 w.add_head_count(heads); w.add_head_count_kv(kv)
 w.add_layer_norm_rms_eps(1e-6); w.add_rope_freq_base(10000.0); w.add_vocab_size(shape["vocab_size"])
 w.add_rope_dimension_count(shape["hidden_size"] // heads); w.add_file_type(
-    {"F32": 0, "Q4_0": 2, "Q8_0": 7}[form.name])
+    {"F32": 0, "Q4_0": 2, "Q8_0": 7, "BF16": 32}[form.name])
 experts = shape.get("num_local_experts")
 if experts:
     w.add_expert_count(experts); w.add_expert_used_count(shape["num_experts_per_tok"])
@@ -254,23 +257,23 @@ names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
 stacks = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 def permute(a, n):
     return a.reshape(n, 2, a.shape[0] // n // 2, a.shape[1]).swapaxes(1, 2).reshape(a.shape)
-with safe_open(folder + "/model.safetensors", "np") as f:
+with safe_open(folder + "/wide.safetensors", "np") as f:
     for key in f.keys():
         layer, _, rest = key.removeprefix("model.layers.").partition(".")
         if ".experts." in key:
             one = rest.split(".")[-2]
             if ".experts.0." not in key: continue
             keys = [key.replace(".experts.0.", f".experts.{e}.") for e in range(experts)]
-            a = np.stack([f.get_tensor(k) for k in keys]).astype(np.float32)
+            a = np.stack([f.get_tensor(k) for k in keys])
             name = f"blk.{layer}.{stacks[one]}.weight"
         elif key.startswith("model.layers."):
-            a = f.get_tensor(key).astype(np.float32)
+            a = f.get_tensor(key)
             rest = rest.removesuffix(".weight")
             if rest.endswith("q_proj"): a = permute(a, heads)
             if rest.endswith("k_proj"): a = permute(a, kv)
             name = f"blk.{layer}.{names[rest]}.weight"
         else:
-            a = f.get_tensor(key).astype(np.float32)
+            a = f.get_tensor(key)
             name = {"model.embed_tokens.weight": "token_embd.weight",
                     "model.norm.weight": "output_norm.weight"}[key]
         a = np.ascontiguousarray(a)
@@ -331,6 +334,11 @@ def contend_llama_cpp(folder: str, args: argparse.Namespace) -> list[float]:
 
     There is no server and no text, so this is the most that it could give.
     """
+    from safetensors.torch import load_file, save_file
+
+    # numpy has no bfloat16.
+    numbers = load_file(f"{folder}/model.safetensors").items()
+    save_file({name: one.float() for name, one in numbers}, f"{folder}/wide.safetensors")
     sizes = [str(args.threads), str(args.tokens), str(args.runs), LLAMA_FORMS[args.form]]
     done = subprocess.run(
         [args.llama_python, "-c", LLAMA_CPP, folder, json.dumps(SHAPES[args.shape]), *sizes],
@@ -350,6 +358,16 @@ CONTENDERS = {
     "transformers continuous batching": contend_continuous,
     "llama.cpp": contend_llama_cpp,
 }
+
+
+def contenders(shape: str, form: str, args: argparse.Namespace) -> list[str]:
+    """Return the names of those that can run a shape with weights of a form."""
+    names = ["sidestep"]
+    if form == "float32":
+        names += ["transformers generate", "transformers continuous batching"]
+    if args.llama_python and shape != "hybrid":
+        names.append("llama.cpp")
+    return names
 
 
 def run_child(
@@ -414,17 +432,13 @@ def main() -> None:
         + "".join(f"{name:>12}" for name in COLUMNS)
     )
     for shape in args.models:
-        with tempfile.TemporaryDirectory() as folder:
-            write_model(shape, Path(folder))
-            for form, name in product(args.forms, CONTENDERS):
-                without_llama = not args.llama_python or shape == "hybrid"
-                if (name == "llama.cpp" and without_llama) or (
-                    name.startswith("transformers") and form != "float32"
-                ):
-                    continue
-                result = run_child(name, folder, shape, form, args)
-                cells = [f"{one:>12.1f}" for one in result] if result else ["      failed"]
-                print(f"{shape:<8} {form:<8} {name:<34}" + "".join(cells), flush=True)
+        for form in args.forms:
+            with tempfile.TemporaryDirectory() as folder:
+                write_model(shape, Path(folder), "bfloat16" if form == "bfloat16" else "float32")
+                for name in contenders(shape, form, args):
+                    result = run_child(name, folder, shape, form, args)
+                    cells = [f"{one:>12.1f}" for one in result] if result else ["      failed"]
+                    print(f"{shape:<8} {form:<8} {name:<34}" + "".join(cells), flush=True)
 
 
 if __name__ == "__main__":

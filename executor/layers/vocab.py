@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.layouts.native_matrices import exact_type
 from sidestep.executor.layers.layouts.rounding_layouts import may_round
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -14,6 +15,7 @@ from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.quantization.encode import encode
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
+from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -76,7 +78,9 @@ class VocabParallelEmbedding:
         through_peers: whether the sum over ranks may go through their own memory. It may where the
         sums behind it do: two in a row must not use the same buffer.
         """
-        self._shard, self._through_peers = shard, through_peers
+        # A step reads few rows of a table, which may be a large part of a CPU's memory.
+        self._shard = shard if on_gpu(shard) else shard.to(exact_type(shard))
+        self._dtype, self._through_peers = shard.dtype, through_peers
         # Rounded to the embedding's type, as in training.
         self._scale = torch.tensor(scale, dtype=shard.dtype).item()
         self._parallel = parallel
@@ -102,11 +106,14 @@ class VocabParallelEmbedding:
     def _own(self, token_ids: Tensor) -> Tensor:
         """Return the vectors of this rank's tokens, and zeros for other tokens: [T, D]."""
         if self._parallel.size == 1:
-            return self._scaled(torch.nn.functional.embedding(token_ids, self._shard))
+            return self._scaled(self._look_up(token_ids))
         local = token_ids - self._first
         outside = (local < 0) | (local >= self._shard.shape[0])
-        vectors = torch.nn.functional.embedding(local.masked_fill(outside, 0), self._shard)
+        vectors = self._look_up(local.masked_fill(outside, 0))
         return self._scaled(vectors).masked_fill_(outside[:, None], 0)
+
+    def _look_up(self, rows: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(rows, self._shard).to(self._dtype)
 
     def _scaled(self, vectors: Tensor) -> Tensor:
         return vectors if self._scale == 1.0 else vectors.mul_(self._scale)

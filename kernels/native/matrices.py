@@ -21,9 +21,10 @@ class CodedMatrixC(Structure):
 
 
 class PlainMatrixC(Structure):
-    """A matrix of float or bfloat16: `Matrix` in plain.h."""
+    """A plain matrix: `Matrix` in plain.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("weight", "bias")),
         *((name, c_int64) for name in ("outputs", "inputs")),
+        ("form", c_int32),
     )

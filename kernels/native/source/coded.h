@@ -13,7 +13,10 @@ In 4 bits it has eight of each, the second four in the upper halves of the bytes
 
 #include "numbers.h"
 
-enum { GROUP = 32, FOUR = 4, MOST_ROWS = 8, LARGEST = 127 };
+enum {
+    GROUP = 32, FOUR = 4, MOST_ROWS = 8, LARGEST = 127,
+    AHEAD = 2048 /* bytes by which codes are fetched ahead */
+};
 
 #if defined(__AVX512VNNI__) && !defined(NARROW)
 enum { TILE = 16 };
@@ -160,6 +163,7 @@ static inline __attribute__((always_inline)) void multiply(
         ints sums[MOST_ROWS];
         for (int t = 0; t < count; t++) sums[t] = all_ints(-matrix->middle * x->sums[at[t] + g]);
         for (int v = 0; v < vectors; v++) {
+            _mm_prefetch((const char *)codes + v * VECTOR + AHEAD, _MM_HINT_T0);
             ints both = load_codes(codes + v * VECTOR);
             ints first = bits == 8 ? both : lower_half(both);
             ints second = bits == 8 ? both : upper_half(both);

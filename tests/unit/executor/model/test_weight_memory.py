@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from sidestep.executor.layers.vocab import VocabParallelEmbedding
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.new_weights import check_same_weights, copy_weights
 from sidestep.executor.models.weight_memory import HostCopy, weight_bytes, weights_of
@@ -52,6 +53,15 @@ def test_the_weights_of_a_cpu_are_found_in_each_layout(dtype: torch.dtype) -> No
         sorted(expected),
     )
     assert weight_bytes(on_cpu) == sum(tensor.nbytes for tensor in found.values())
+
+
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16], ids=str)
+def test_a_table_of_a_file_in_16_bits_keeps_them_on_a_cpu(kept: torch.dtype) -> None:
+    whole = torch.randn(50, 8).to(kept).float()
+    table = VocabParallelEmbedding(whole, Parallel(), scale=3.0)
+    assert weight_bytes(table) == 50 * 8 * 2
+    ids = torch.tensor([3, 49, 3, 0])
+    assert torch.equal(table.vectors(ids), whole[ids] * 3)
 
 
 def test_freed_weights_take_no_bytes() -> None:

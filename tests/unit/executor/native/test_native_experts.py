@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sidestep.executor.layers.experts import native_experts
 from sidestep.executor.layers.experts.native_experts import NativeExperts
-from sidestep.executor.layers.layouts import rounding_layouts
+from sidestep.executor.layers.layouts import native_matrices, rounding_layouts
 from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
 from sidestep.executor.layers.layouts.rounding_layouts import MOST_ERROR
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu, ExpertsSpec
@@ -285,6 +285,23 @@ def test_fp4_of_a_file_keeps_four_bits() -> None:
     nbytes = sum(part.nbytes for part in stack.kept) / EXPERTS / (2 * WIDTH * HIDDEN)
     # Beside the codes there are scales of half precision, and for each row a factor and a bias.
     assert 0.5 + 2 / BLOCK <= nbytes <= 0.5 + 2 / BLOCK + 10 / HIDDEN
+
+
+def test_experts_of_a_file_in_16_bits_keep_them_and_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = Stored("plain", F32)
+    for one in (stored.of_gate_up, stored.of_down):
+        one[1:] = [ExpertMatrix(numbers(given)[0].bfloat16().float()) for given in one[1:]]
+    narrow = loaded(stored, F32)
+    kept = [part.dtype for part in narrow._down.kept]
+    assert kept == [F32, *[torch.bfloat16] * (EXPERTS - 1)]
+    monkeypatch.setattr(native_matrices, "exact_type", lambda given: given.dtype)
+    x, routed = torch.randn(40, HIDDEN), chosen(40)
+    made, expected = torch.empty(40, HIDDEN), torch.empty(40, HIDDEN)
+    narrow(x, routed, made, add=False)
+    loaded(stored, F32)(x, routed, expected, add=False)
+    assert torch.equal(made, expected)
 
 
 def test_experts_of_both_kinds_are_left_to_others() -> None:

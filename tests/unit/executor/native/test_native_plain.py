@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sidestep.executor.layers.layouts import native_layouts, native_matrices
 from sidestep.executor.layers.layouts.native_layouts import native_plain
-from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
+from sidestep.executor.layers.layouts.native_matrices import Kernel, exact_type, kernel_of
 from sidestep.kernels.native.library import NoLibraryError
 
 SHAPES = [(1, 1), (31, 7), (64, 1024), (1000, 192), (70, 4100)]
@@ -66,6 +66,39 @@ def test_a_row_has_the_same_bits_alone_among_others_and_apart(
             assert torch.equal(product(x[90 - rows :]), together[90 - rows :]), f"{rows} rows"
     finally:
         torch.set_num_threads(threads)
+
+
+KEPT = {torch.bfloat16: 1.0, torch.float16: 2.0**-20}
+"""Types of files, and the size of their numbers: the second one has some that are subnormal."""
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_matrix_of_a_file_in_16_bits_keeps_them_and_gives_the_same_bits(
+    shape: tuple[int, int], kept: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = (torch.randn(shape) * KEPT[kept]).to(kept).float()
+    # One number that the other type of 16 bits does not have.
+    weight[0, 0] = 2.0**100 if kept == torch.bfloat16 else 1 + 2.0**-10
+    made = native_plain(weight)
+    if made is None:
+        pytest.skip("there is no compiler, or the CPU has no such vectors")
+    assert isinstance(made[1], tuple)
+    assert [one.dtype for one in made[1] if isinstance(one, Tensor)] == [kept]
+    monkeypatch.setattr(native_matrices, "exact_type", lambda numbers: numbers.dtype)
+    wide = product_of(weight)
+    for rows in (1, 2, 3, 8, 9, 70, 300):
+        x = torch.randn(rows, shape[1])
+        assert torch.equal(made[0](x), wide(x)), f"{rows} rows"
+
+
+@pytest.mark.parametrize("lost", [1 + 2.0**-20, torch.nan, 2.0**-140 * 1.5])
+def test_a_matrix_that_would_lose_a_number_stays_in_32_bits(lost: float) -> None:
+    weight = torch.randn(300, 40).bfloat16().float()
+    assert exact_type(weight) == torch.bfloat16
+    weight[299, 39] = lost
+    assert exact_type(weight) == torch.float32
+    assert exact_type(weight.half()) == torch.float16
 
 
 def test_numbers_that_are_not_finite_stay_in_their_row_and_column() -> None:
