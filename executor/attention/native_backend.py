@@ -2,7 +2,8 @@
 
 One call does all that a layer's attention does: it norms and rotates heads, writes keys and values
 to the cache and attends. It reads the blocks where they lie, so nothing is gathered or padded. See
-kernels/native/source/attention.c. The blocks have the torch backend's layout.
+kernels/native/source/attention.c. A head's keys lie in a block by dimensions, and its values by
+tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from sidestep.kernels.native.tape import empty, launch
 
 MOST_DIM, MOST_BLOCK = 512, 256
 """Largest head, and largest block, that the kernel takes."""
+_FEWEST_NUMBERS = 16
+"""Numbers of a head's keys in a block: a vector that begins there ends among the values."""
 
 
 class _Layer(Structure):
@@ -91,8 +94,11 @@ class NativeAttention(AttentionBackend):
             return f"it computes in float32 or bfloat16, not in {str(dtype).removeprefix('torch.')}"
         if block_size > MOST_BLOCK:
             return f"it takes blocks of up to {MOST_BLOCK} tokens, not of {block_size}"
-        if (largest := max(head_dims, default=0)) > MOST_DIM:
+        dims = tuple(head_dims)
+        if (largest := max(dims, default=0)) > MOST_DIM:
             return f"it takes heads of up to {MOST_DIM} numbers, not of {largest}"
+        if (least := min(dims, default=MOST_DIM) * block_size) < _FEWEST_NUMBERS:
+            return f"it takes blocks of {_FEWEST_NUMBERS} numbers a head, not of {least}"
         return None
 
     def __init__(self, setup: AttentionSetup) -> None:

@@ -55,7 +55,8 @@ enum {
     MOST_ROWS = 8,
     VECTORS = 2, /* of a tile */
     TILE = VECTORS * LANES,
-    TOGETHER = 128, CHUNK = 128,
+    TOGETHER = 128, /* rows that share a part of the columns, near in memory */
+    CHUNK = 128,    /* columns of a part */
     AHEAD = 2048 /* bytes by which a matrix is fetched ahead */
 };
 

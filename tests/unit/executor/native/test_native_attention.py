@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionSetup, AttentionShape, StepBatch
+from sidestep.executor.attention import native_backend
 from sidestep.executor.attention.native_backend import NativeAttention
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.attention.torch_backend import TorchAttention
@@ -20,6 +21,7 @@ from sidestep.executor.runner.host_tables import HostTables
 from sidestep.executor.runner.input_batch import make_batch
 from sidestep.ipc.model.layer_spec import RopeSpec
 from sidestep.kernels.native import library
+from sidestep.kernels.native.library import library_of
 from tests.unit.executor.steps import Request, make_step
 
 CPU = torch.device("cpu")
@@ -27,10 +29,14 @@ LENGTH = 150
 """Tokens of a row."""
 
 
-@pytest.fixture(autouse=True)
-def kernel() -> None:
+@pytest.fixture(autouse=True, params=["as wide as they are", "of 256 bits"])
+def vectors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := NativeAttention.missing(CPU)) is not None:
         pytest.skip(reason)
+    if request.param == "of 256 bits":
+        monkeypatch.setattr(
+            native_backend, "library_of", lambda source, dtype: library_of(source, dtype, "NARROW")
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ CASES = [
     Case(8, 2, 128, window=37),
     Case(32, 1, 24, softcap=2.0),
     Case(6, 3, 80, block_size=3, window=9),
-    Case(5, 5, 6, block_size=1, sinks=True),
+    Case(5, 5, 18, block_size=1, sinks=True),
     Case(40, 2, 64, block_size=256, dtype=torch.bfloat16),
     Case(4, 2, 512, dtype=torch.bfloat16, sinks=True),
 ]
@@ -207,6 +213,8 @@ def test_sizes_that_it_does_not_take_are_named() -> None:
     assert reason(torch.float16, 64, 16) == "it computes in float32 or bfloat16, not in float16"
     assert reason(torch.float32, 64, 257) == "it takes blocks of up to 256 tokens, not of 257"
     assert reason(torch.float32, 516, 16) == "it takes heads of up to 512 numbers, not of 516"
+    assert reason(torch.float32, 16, 1) is None
+    assert reason(torch.float32, 7, 2) == "it takes blocks of 16 numbers a head, not of 14"
 
 
 def test_a_library_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
