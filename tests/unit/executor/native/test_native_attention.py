@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionSetup, AttentionShape, StepBatch
 from sidestep.executor.attention import native_backend
+from sidestep.executor.attention.base import AttentionSetup, AttentionShape, StepBatch
 from sidestep.executor.attention.native_backend import NativeAttention
 from sidestep.executor.attention.rotary import RotaryTable
 from sidestep.executor.attention.torch_backend import TorchAttention
