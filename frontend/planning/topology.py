@@ -111,8 +111,9 @@ def _size(
     layers = split_layers(spec, pp)
     # A GPU multiplies with codes; a CPU may do so with the numbers that they stand for.
     codes = bool(machine.gpus)
+    kept = item if machine.gpus else _bytes_on_cpu(spec, item)
     stages = [
-        Shard(spec, tp, stage_of(layers, i), max_model_len, itemsize=item, keeps_codes=codes)
+        Shard(spec, tp, stage_of(layers, i), max_model_len, itemsize=kept, keeps_codes=codes)
         for i in range(pp)
     ]
     working = _working_bytes(spec, tp, item) if machine.gpus else 0
@@ -136,7 +137,7 @@ def _size(
     tokens = min(blocks * full // own, limits.max_num_seqs * max_model_len)
     tokens -= tokens % block_size
     bandwidth = min((gpu.bandwidth or 0.0 for gpu in machine.gpus), default=0.0)
-    read, kept = (
+    read, cached = (
         sum(s.read for s in stages),
         sum(block_bytes) * (tokens * own // full),
     )
@@ -150,8 +151,16 @@ def _size(
         cache_tokens_in_all=tokens * dp,
         full_requests=round(tokens * dp / max_model_len, 2),
         token_floor_ms=1e3 * read / bandwidth if bandwidth else None,
-        full_step_floor_ms=1e3 * (read + kept) / bandwidth if bandwidth and tokens else None,
+        full_step_floor_ms=1e3 * (read + cached) / bandwidth if bandwidth and tokens else None,
     )
+
+
+def _bytes_on_cpu(spec: ModelSpec, item: int) -> int:
+    """Return the bytes of a weight on a CPU, whose kernels in C keep a file's 16 bits.
+
+    item: bytes of a number in the run's type. Quantized weights count as their numbers.
+    """
+    return item if spec.quantization else min(item, ITEM_BYTES.get(spec.dtype, item))
 
 
 class Shard:
