@@ -32,6 +32,8 @@ _ROUNDED_ALONE = 256
 """Groups of inputs that each thread rounds for itself, as coded.c has it."""
 _ALONE = 1 << 17
 """Products of plain numbers up to which one thread is faster than several."""
+_ROWS_OF_A_BLOCK = 8
+"""Rows that products of plain numbers multiply together, MOST_ROWS in plain.h."""
 CODED, PLAIN = "coded.c", "plain.c"
 """The files of the kernels."""
 
@@ -94,9 +96,8 @@ def _plain_product(kernel: int, packed: PackedMatrix) -> Product:
 
     def product(x: Tensor, packed: PackedMatrix = packed) -> Tensor:
         x, out = _with_rows_together(x), empty((len(x), matrix.outputs), x.dtype)
-        wider = None if x.dtype == torch.float32 else empty(x.shape, torch.float32)
-        few = len(x) * matrix.inputs * matrix.outputs < _ALONE
-        launch(kernel, _arguments(packed, x, out, wider), alone=few)
+        room, few = _room_for_rows(x), len(x) * matrix.inputs * matrix.outputs < _ALONE
+        launch(kernel, _arguments(packed, x, out, room), alone=few)
         return out
 
     return product
@@ -111,6 +112,14 @@ def _arguments(packed: PackedMatrix, x: Tensor, out: Tensor, memory: Tensor | No
         len(x),
         x.stride(0),
     )
+
+
+def _room_for_rows(x: Tensor) -> Tensor | None:
+    """Return memory for rows in float32, or for blocks of them; None where none is needed."""
+    rows, columns = x.shape
+    if rows <= _ROWS_OF_A_BLOCK:
+        return None if x.dtype == torch.float32 else empty(x.shape, torch.float32)
+    return empty((rows + -rows % _ROWS_OF_A_BLOCK, columns), torch.float32)
 
 
 def _with_rows_together(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ typedef struct {
     const Matrix *matrix;
     const number *x; /* [rows, inputs], `stride` numbers apart */
     number *out;     /* [rows, outputs] */
-    void *memory;    /* for x in float, [rows, inputs]; null if x is float */
+    void *memory;    /* for x in float, filled up to whole blocks if there are many rows; null if x is
+                        float and there are few */
     int64_t rows, stride;
 } Product;
 
@@ -16,7 +17,9 @@ int tile(void) { return TILE; }
 /* Write x W^T. See tape.c for kernels. */
 void product(const Product *own) {
     int64_t tiles = (own->matrix->outputs + TILE - 1) / TILE;
-    Inputs x = inputs_of(own->x, own->rows, own->stride, own->matrix->inputs, own->memory);
+    int64_t inputs = own->matrix->inputs, many = own->rows > MOST_ROWS;
+    Inputs x = many ? blocked_inputs_of(own->x, own->rows, own->stride, inputs, own->memory)
+                    : inputs_of(own->x, own->rows, own->stride, inputs, own->memory);
 #pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < tiles; i++)
         multiply_tile(own->matrix, i, &x, NULL, own->rows, own->out);

@@ -71,7 +71,8 @@ typedef struct {
 /* Rows of inputs in float. */
 typedef struct {
     const float *x;
-    int64_t stride; /* numbers from one row to the next */
+    int64_t stride;  /* numbers from one row to the next */
+    int64_t blocked; /* whether x is [rows / MOST_ROWS, columns, MOST_ROWS] instead, filled up */
 } Inputs;
 
 /* Return rows in float. memory: for rows of bfloat16, in float. All threads take part, and wait for
@@ -90,15 +91,31 @@ static inline Inputs inputs_of(
 #endif
 }
 
-/* Return the rows from one of them on. */
-static inline Inputs inputs_from(Inputs all, int64_t row, int64_t inputs) {
-    return (Inputs){all.x + row * all.stride, all.stride};
+/* Return rows in blocks, which lie near each other for each column. All threads take part, and wait
+   for the end. memory: for all rows, filled up to whole blocks. */
+static inline Inputs blocked_inputs_of(
+    const number *x, int64_t rows, int64_t stride, int64_t inputs, void *memory
+) {
+    float *made = memory;
+#pragma omp for
+    for (int64_t first = 0; first < rows; first += MOST_ROWS)
+        for (int64_t k = 0; k < inputs; k++)
+            for (int t = 0; t < MOST_ROWS; t++)
+                made[first * inputs + k * MOST_ROWS + t] =
+                    first + t < rows ? wide(x[(first + t) * stride + k]) : 0;
+    return (Inputs){made, inputs, 1};
 }
 
-/* Add to sums of a tile [count, VECTORS] the products of its next columns with rows at `at`. */
+/* Return the rows from one of them on: where they are in blocks, the first one of a block. */
+static inline Inputs inputs_from(Inputs all, int64_t row, int64_t inputs) {
+    return (Inputs){all.x + row * all.stride, all.stride, all.blocked};
+}
+
+/* Add to sums of a tile [count, VECTORS] the products of its next columns with rows at `at`, whose
+   numbers are `step` apart. */
 static inline __attribute__((always_inline)) void add_columns(
-    const void *weight, int64_t columns, const float *const *at, const int count, const int form,
-    floats *kept
+    const void *weight, int64_t columns, const float *const *at, const int step, const int count,
+    const int form, floats *kept
 ) {
     floats sums[VECTORS][MOST_ROWS];
     for (int i = 0; i < VECTORS; i++)
@@ -112,7 +129,7 @@ static inline __attribute__((always_inline)) void add_columns(
             column[i] = load_numbers(weight, index, form);
         }
         for (int t = 0; t < count; t++) {
-            floats input = all_floats(at[t][k]);
+            floats input = all_floats(at[t][k * step]);
             for (int i = 0; i < VECTORS; i++) sums[i][t] = add_product(column[i], input, sums[i][t]);
         }
     }
@@ -131,13 +148,24 @@ static inline __attribute__((always_inline)) void add_rows(
     for (; row + count <= rows; row += count) {                                          \
         for (int t = 0; t < count; t++)                                                  \
             at[t] = x->x + (list ? list[row + t] : row + t) * x->stride + first;         \
-        add_columns(weight, columns, at, count, form, sums + row * VECTORS);             \
+        add_columns(weight, columns, at, 1, count, form, sums + row * VECTORS);          \
     }
     ADD(8)
     ADD(4)
     ADD(2)
     ADD(1)
 #undef ADD
+}
+
+/* Do so for rows in blocks. */
+static void add_blocks(
+    const float *weight, int64_t first, int64_t columns, const Inputs *x, int64_t rows, floats *sums
+) {
+    for (int64_t row = 0; row < rows; row += MOST_ROWS) {
+        const float *at[MOST_ROWS];
+        for (int t = 0; t < MOST_ROWS; t++) at[t] = x->x + row * x->stride + first * MOST_ROWS + t;
+        add_columns(weight, columns, at, MOST_ROWS, MOST_ROWS, NEAR, sums + row * VECTORS);
+    }
 }
 
 /* Write the results of a row. */
@@ -169,8 +197,8 @@ static void multiply_tile(
         count = rows - row < TOGETHER ? rows - row : TOGETHER;
         Inputs own = list ? *x : inputs_from(*x, row, inputs);
         const int64_t *rest = list ? list + row : NULL;
-        for (int64_t i = 0; i < count * VECTORS; i++) sums[i] = all_floats(0);
-        if (count <= MOST_ROWS) {
+        for (int64_t i = 0; i < TOGETHER * VECTORS; i++) sums[i] = all_floats(0);
+        if (count <= MOST_ROWS && !own.blocked) {
             if (form == FLOAT) add_rows(weight, 0, inputs, &own, rest, count, FLOAT, sums);
             if (form == BFLOAT) add_rows(weight, 0, inputs, &own, rest, count, BFLOAT, sums);
             if (form == HALF) add_rows(weight, 0, inputs, &own, rest, count, HALF, sums);
@@ -185,7 +213,10 @@ static void multiply_tile(
                                                       : load_numbers(from, i * LANES, HALF);
                     store_floats(near + i * LANES, numbers);
                 }
-                add_rows(near, k, columns, &own, rest, count, NEAR, sums);
+                if (own.blocked)
+                    add_blocks(near, k, columns, &own, count, sums);
+                else
+                    add_rows(near, k, columns, &own, rest, count, NEAR, sums);
             }
         for (int64_t t = 0; t < count; t++)
             finish(matrix, tile, sums + t * VECTORS, out + (row + t) * matrix->outputs);
