@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.layouts.native_matrices import exact_type
 from sidestep.executor.layers.layouts.rounding_layouts import may_round
 from sidestep.executor.layers.linear import Linear
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -16,6 +15,7 @@ from sidestep.executor.quantization.encode import encode
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.native.packing import exact_type
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
+import torch
+
 GROUP = 32
 """Columns of a coded matrix whose products are summed in whole numbers."""
 ROUNDED_BYTES = GROUP + 8
 """Memory of a rounded group of inputs: its codes, their sum and its scale."""
+
+PLAIN_FORMS = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of plain matrices, as plain.h numbers them."""
 
 
 class CodedMatrixC(Structure):

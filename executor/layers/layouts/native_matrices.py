@@ -16,16 +16,12 @@ from torch.nn.functional import pad
 
 from sidestep.kernels.native.large_pages import empty_in_large_pages, in_large_pages
 from sidestep.kernels.native.library import NoLibraryError, address, library_of
-from sidestep.kernels.native.matrices import GROUP, CodedMatrixC, PlainMatrixC
-from sidestep.kernels.native.packing import pack_codes
+from sidestep.kernels.native.matrices import GROUP, PLAIN_FORMS, CodedMatrixC, PlainMatrixC
+from sidestep.kernels.native.packing import exact_type, pack_codes
 from sidestep.kernels.quantized.coded_matrix import MIDDLE, TABLES, CodedMatrix, Codes
 
 TYPES = (torch.float32, torch.bfloat16)
 """Types of the inputs."""
-_PLAIN_FORMS = (torch.float32, torch.bfloat16, torch.float16)
-"""Types of plain matrices, as plain.h numbers them."""
-_CHECKED_AT_ONCE = 1 << 22
-"""Numbers that are narrowed and compared together, so that copies take little memory."""
 _MIDDLE_BYTE = 128
 """The code of zero in 8 bits."""
 _LARGEST_MINIMUM = 1024.0
@@ -72,25 +68,9 @@ def packed_plain(matrix: Tensor, tile: int, bias: Tensor | None = None) -> Packe
     tiled = filled.view(-1, tile, columns).transpose(1, 2)
     kept = exact_type(matrix)
     tiles = empty_in_large_pages(tiled.shape, kept).copy_(tiled)
-    wide, form = _wide_bias(bias, tile), _PLAIN_FORMS.index(kept)
+    wide, form = _wide_bias(bias, tile), PLAIN_FORMS.index(kept)
     described = PlainMatrixC(tiles.data_ptr(), _address(wide), rows, columns, form)
     return PackedMatrix(described, _present(tiles, wide))
-
-
-def exact_type(numbers: Tensor) -> torch.dtype:
-    """Return the type of the fewest bits that keeps all numbers [N, K] as they are.
-
-    Most checkpoints are in 16 bits, and widened for a run in float32.
-    """
-    if numbers.dtype != torch.float32:
-        return numbers.dtype
-    return next((one for one in _PLAIN_FORMS[1:] if _is_exact(numbers, one)), numbers.dtype)
-
-
-def _is_exact(numbers: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a type keeps all numbers. NaN counts as lost."""
-    at_once = max(1, _CHECKED_AT_ONCE // max(1, numbers.shape[1]))
-    return all(torch.equal(part.to(dtype).float(), part) for part in numbers.split(at_once))
 
 
 def is_kept(matrix: CodedMatrix) -> bool:

@@ -32,7 +32,7 @@ typedef __m256 floats;
 #error "this CPU has no vectors with fused products (AVX2)"
 #endif
 
-enum { FLOAT, BFLOAT, HALF, NEAR }; /* how a matrix is kept; stands in native_matrices.py too */
+enum { FLOAT, BFLOAT, HALF, NEAR }; /* how a matrix is kept; stands in matrices.py too */
 
 static inline int64_t bytes_of(const int form) { return form == FLOAT || form == NEAR ? 4 : 2; }
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from sidestep.executor.layers.layouts import native_layouts, native_matrices
 from sidestep.executor.layers.layouts.native_layouts import native_plain
-from sidestep.executor.layers.layouts.native_matrices import Kernel, exact_type, kernel_of
+from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
 from sidestep.kernels.native.library import NoLibraryError
+from sidestep.kernels.native.packing import exact_type
 
 SHAPES = [(1, 1), (31, 7), (64, 1024), (1000, 192), (70, 4100)]
 
@@ -92,11 +93,17 @@ def test_a_matrix_of_a_file_in_16_bits_keeps_them_and_gives_the_same_bits(
         assert torch.equal(made[0](x), wide(x)), f"{rows} rows"
 
 
-@pytest.mark.parametrize("lost", [1 + 2.0**-20, torch.nan, 2.0**-140 * 1.5])
-def test_a_matrix_that_would_lose_a_number_stays_in_32_bits(lost: float) -> None:
-    weight = torch.randn(300, 40).bfloat16().float()
-    assert exact_type(weight) == torch.bfloat16
-    weight[299, 39] = lost
+@pytest.mark.parametrize("kept", KEPT, ids=str)
+@pytest.mark.parametrize("lost", [1 + 2.0**-20, 2.0**-140 * 1.5, 2.0**17 + 1])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_matrix_that_would_lose_a_number_stays_in_32_bits(
+    lost: float, kept: torch.dtype, turned: bool
+) -> None:
+    product_of(torch.ones(4, 4))  # there is a compiler
+    weight = (torch.rand(300, 43) + 1).to(kept).float()
+    weight = weight.T if turned else weight
+    assert exact_type(weight) == kept
+    weight[-1, -1] = lost
     assert exact_type(weight) == torch.float32
     assert exact_type(weight.half()) == torch.float16
 
