@@ -32,7 +32,8 @@ typedef __m256 floats;
 #error "this CPU has no vectors with fused products (AVX2)"
 #endif
 
-enum { FLOAT, BFLOAT, HALF, NEAR }; /* how a matrix is kept; stands in matrices.py too */
+/* How a matrix is kept, as matrices.py has it; and a part of its columns in float, near in memory. */
+enum { FLOAT, BFLOAT, HALF, NEAR };
 
 static inline int64_t bytes_of(const int form) { return form == FLOAT || form == NEAR ? 4 : 2; }
 
@@ -197,7 +198,8 @@ static void multiply_tile(
         count = rows - row < TOGETHER ? rows - row : TOGETHER;
         Inputs own = list ? *x : inputs_from(*x, row, inputs);
         const int64_t *rest = list ? list + row : NULL;
-        for (int64_t i = 0; i < TOGETHER * VECTORS; i++) sums[i] = all_floats(0);
+        int64_t filled = (count + MOST_ROWS - 1) / MOST_ROWS * MOST_ROWS; /* up to whole blocks */
+        for (int64_t i = 0; i < filled * VECTORS; i++) sums[i] = all_floats(0);
         if (count <= MOST_ROWS && !own.blocked) {
             if (form == FLOAT) add_rows(weight, 0, inputs, &own, rest, count, FLOAT, sums);
             if (form == BFLOAT) add_rows(weight, 0, inputs, &own, rest, count, BFLOAT, sums);
