@@ -2,8 +2,9 @@
 
 The algorithm is FlashAttention (Dao et al. 2022). A program takes a tile of query rows of one KV
 head: several tokens, and for each the query heads that share the head, so that keys and values are
-read once for all of them. Keys that every row of the tile sees go through a loop without masks.
-Keys on the diagonal, and at the edge of a window, go through one with masks.
+read once for all of them. One loop goes through the tiles of keys whose keys are all in the cache,
+so that the next tile is always on its way. Only tiles on the diagonal, and at the edge of a window,
+are masked there. A second loop takes the last keys of a row that fill no tile.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ def _attend(
     positions,
     begin,
     end,
+    edge,
+    seen_by_all,
     length,
     head,
     block_stride,
@@ -91,12 +94,15 @@ def _attend(
     N: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
+    WHOLE: tl.constexpr,
     BULK: tl.constexpr,
     PRECISION: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Attend to the keys from begin, a multiple of N, to end; return the softmax's new state."""
+    """Attend to the keys from begin, a multiple of N, to end; return the softmax's new state.
+
+    All rows see the keys from edge to seen_by_all. WHOLE: all of a tile's keys are in the cache.
+    """
     dims = tl.arange(0, DIM)
     within = tl.arange(0, N)
     blocks = _blocks_of(table, tl.minimum(begin, (length - 1) // N * N), within, length, PAGE, N)
@@ -124,14 +130,14 @@ def _attend(
                 FORMAT,
                 query.dtype,
             )
-        elif BULK and not MASKED:
+        elif BULK and WHOLE:
             row = blocks * (block_stride // D) + head * PAGE + start % PAGE
             key = rows_of_cache.load([row, 0])
             value = rows_of_cache.load([row + KVH * PAGE, 0])
         else:
             place = blocks.to(tl.int64) * block_stride + head * (PAGE * D) + (keys % PAGE) * D
             source = cache + place[:, None] + dims[None, :]
-            if MASKED:
+            if not WHOLE:
                 readable = (keys < length)[:, None] & (dims < D)[None, :]
                 key = tl.load(source, mask=readable, other=0.0)
                 value = tl.load(source + KVH * (PAGE * D), mask=readable, other=0.0)
@@ -148,14 +154,14 @@ def _attend(
         if SOFTCAP is not None:
             scores = bounded(scores * scale, SOFTCAP)
             unit = 1.0
-        if MASKED:
+        if (start < edge) | (start >= seen_by_all):
             attended = keys[None, :] <= positions[:, None]
             if WINDOW:
                 attended &= keys[None, :] > positions[:, None] - WINDOW
             scores = tl.where(attended, scores, float("-inf"))
         highest = tl.maximum(top, tl.max(scores, 1) * unit)
         base = highest
-        if MASKED:  # a row may have seen nothing yet
+        if WINDOW:  # a row may have seen nothing yet
             base = tl.where(highest == float("-inf"), 0.0, highest)
         weights = tl.exp2(scores * unit - base[:, None])
         fade = tl.exp2(top - base)
@@ -242,45 +248,16 @@ def _prefill(
     if sinks is not None:  # the softmax begins with them
         top = tl.load(sinks + head * G + m % G) * LOG2_E
         mass += 1.0
-    # 3. Attend to the keys: [edge of the window, masked] [seen by all rows] [diagonal, masked].
+    # 3. Attend to the tiles of keys that are there as a whole, and to the row's last keys if they
+    #    are none. The tiles on the diagonal and at the edge of a window have masks.
     end = context + tl.minimum(first + TOKENS, count)
+    whole = tl.minimum(tl.cdiv(end, N), length // N) * N
     seen_by_all = (context + first + 1) // N * N
-    start = 0
+    start, edge = 0, 0
     if WINDOW:
         start = tl.maximum(context + first - WINDOW + 1, 0) // N * N
-        edge = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), N) * N, end)
-        edge = tl.maximum(edge, start)
-        seen_by_all = tl.maximum(seen_by_all, edge)
-        acc, top, mass = _attend(
-            query,
-            acc,
-            top,
-            mass,
-            cache,
-            rows_of_cache,
-            table,
-            positions,
-            start,
-            edge,
-            end,
-            head,
-            block_stride,
-            scale,
-            numbers,
-            numbers_stride,
-            KVH,
-            D,
-            DIM,
-            PAGE,
-            N,
-            WINDOW,
-            SOFTCAP,
-            True,
-            BULK,
-            PRECISION,
-            FORMAT,
-        )
-        start = edge
+        edge = tl.maximum(end - WINDOW, 0)
+        whole = tl.maximum(whole, start)
     acc, top, mass = _attend(
         query,
         acc,
@@ -291,37 +268,10 @@ def _prefill(
         table,
         positions,
         start,
+        whole,
+        edge,
         seen_by_all,
-        end,
-        head,
-        block_stride,
-        scale,
-        numbers,
-        numbers_stride,
-        KVH,
-        D,
-        DIM,
-        PAGE,
-        N,
-        WINDOW,
-        SOFTCAP,
-        False,
-        BULK,
-        PRECISION,
-        FORMAT,
-    )
-    acc, top, mass = _attend(
-        query,
-        acc,
-        top,
-        mass,
-        cache,
-        rows_of_cache,
-        table,
-        positions,
-        seen_by_all,
-        end,
-        end,
+        length,
         head,
         block_stride,
         scale,
@@ -339,8 +289,39 @@ def _prefill(
         PRECISION,
         FORMAT,
     )
+    acc, top, mass = _attend(
+        query,
+        acc,
+        top,
+        mass,
+        cache,
+        rows_of_cache,
+        table,
+        positions,
+        whole,
+        end,
+        edge,
+        seen_by_all,
+        length,
+        head,
+        block_stride,
+        scale,
+        numbers,
+        numbers_stride,
+        KVH,
+        D,
+        DIM,
+        PAGE,
+        N,
+        WINDOW,
+        SOFTCAP,
+        False,
+        BULK,
+        PRECISION,
+        FORMAT,
+    )
     # Rows of padding have no mass.
-    result = acc / tl.where(valid, mass, 1.0)[:, None]
+    result = acc * (1.0 / tl.where(valid, mass, 1.0))[:, None]
     tl.store(
         out + rows[:, None] * out_stride + offsets, result.to(out.dtype.element_ty), mask=inside
     )
