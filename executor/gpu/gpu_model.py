@@ -149,7 +149,10 @@ class GpuModel:
         if self._captures:
             self._memory.words.zero_()  # a step without rows
             self.graphs = capture_steps(
-                self.kernels.launch, self._setup.limits, self._setup.args.spec
+                self.kernels.launch,
+                self._loaded.decoder.kinds_of_layers,
+                self._setup.limits,
+                self._setup.args.spec,
             )
         torch.cuda.synchronize()
 
