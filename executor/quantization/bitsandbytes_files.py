@@ -51,7 +51,7 @@ class BitsAndBytesFiles(QuantizedFiles):
             scales=scales[:, None].contiguous(),
             group=(1, len(wanted.columns)),
             dtype=files.dtype,
-        ).to(files.device)
+        )
 
     def _read_rows(self, files: CheckpointWeights, wanted: Wanted) -> Matrix:
         """Return the wanted rows with all their columns."""
@@ -66,7 +66,7 @@ class BitsAndBytesFiles(QuantizedFiles):
         # The first of two numbers has the upper half.
         codes = (codes >> 4) | (codes << 4)
         table = read_as(files, FLOATS, f"{name}.weight.quant_map", (16,)).float()
-        known = torch.tensor(TABLES["nf4"])
+        known = torch.tensor(TABLES["nf4"], device=table.device)
         if columns % size == 0 and torch.allclose(table, known, rtol=0, atol=1e-6):
             scales = absmax.view(rows, columns // size)[wanted.rows.start : wanted.rows.stop]
             return CodedMatrix(
@@ -75,11 +75,11 @@ class BitsAndBytesFiles(QuantizedFiles):
                 scales=scales.contiguous(),
                 group=(1, size),
                 dtype=files.dtype,
-            ).to(files.device)
+            )
         first, last = wanted.rows.start * columns, wanted.rows.stop * columns
-        scales = absmax[torch.arange(first, last) // size].view(-1, columns)
+        scales = absmax[torch.arange(first, last, device=absmax.device) // size].view(-1, columns)
         numbers = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
-        return (numbers * scales).to(device=files.device, dtype=files.dtype)
+        return (numbers * scales).to(files.dtype)
 
 
 def _state(files: CheckpointWeights, name: str) -> dict[str, Any]:

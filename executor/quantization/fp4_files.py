@@ -52,7 +52,8 @@ def read_fp4(
     kinds = (torch.uint8, torch.float8_e8m0fnu) if whole is None else (torch.float8_e4m3fn,)
     scales = read_as(files, kinds, f"{name}.weight_scale", groups, wanted.rows, own)
     if scales.dtype == torch.uint8:
-        values = torch.ldexp(torch.ones(scales.shape), scales.int() - _POWER_BIAS)
+        ones = torch.ones(scales.shape, device=scales.device)
+        values = torch.ldexp(ones, scales.int() - _POWER_BIAS)
     else:
         values = scales.float() if whole is None else scales.float() * whole
     ignore_input_scales(files, name)
@@ -62,7 +63,7 @@ def read_fp4(
         scales=values.contiguous(),
         group=(1, min(width, len(wanted.columns))),
         dtype=files.dtype,
-    ).to(files.device)
+    )
 
 
 def _number(files: CheckpointWeights, name: str) -> Tensor:

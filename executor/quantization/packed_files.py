@@ -33,7 +33,7 @@ WORDS = (torch.int32,)
 
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the numbers of words along the last dimension: uint8 [.., W * 32 / bits]."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
+    shifts = torch.arange(0, WORD, bits, dtype=torch.int32, device=words.device)
     numbers = (words[..., None] >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2).to(torch.uint8)
 
@@ -81,7 +81,7 @@ def coded(
         dtype=files.dtype,
         zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
         minimums=None if minimums is None else minimums.contiguous(),
-    ).to(files.device)
+    )
 
 
 def in_groups(
@@ -97,10 +97,10 @@ def in_groups(
     group_of: int64 [K], the group of each input. Others: see `coded`.
     """
     if zeros is None:
-        zeros = torch.full(scales.shape, BYTE_MIDDLE if scheme.bits == 8 else MIDDLE)
+        zeros = torch.full_like(scales, BYTE_MIDDLE if scheme.bits == 8 else MIDDLE)
     numbers = codes.float() - zeros.float()[:, group_of]
     values = numbers * scales.float()[:, group_of]
-    return values.to(device=files.device, dtype=files.dtype)
+    return values.to(files.dtype)
 
 
 def groups_of(files: CheckpointWeights, end: str, wanted: Wanted, width: int) -> Tensor | None:
@@ -110,7 +110,8 @@ def groups_of(files: CheckpointWeights, end: str, wanted: Wanted, width: int) ->
         return None
     groups = read_as(files, (torch.int32, torch.int64), name, (columns,)).long()
     # Tools that have not ordered the inputs may write -1.
-    if torch.equal(groups, torch.arange(columns) // width) or bool((groups == -1).all()):
+    neighbours = torch.arange(columns, device=groups.device) // width
+    if torch.equal(groups, neighbours) or bool((groups == -1).all()):
         return None
     count = -(-columns // width)
     if int(groups.min()) < 0 or int(groups.max()) >= count:

@@ -51,7 +51,7 @@ class WideFiles(QuantizedFiles):
             minimums = scales * own
         return CodedMatrix(
             kind=scheme.kind,
-            codes=codes.to(files.device).contiguous(),
+            codes=files.to_device(codes).contiguous(),
             scales=scales,
             group=group,
             dtype=files.dtype,
@@ -67,7 +67,7 @@ def read_input_scale(files: CheckpointWeights, name: str) -> Tensor | None:
         if (whole := f"{name}.{end}") in files:
             shape = files.stored_shape(whole)
             if shape in ((), (1,), (1, 1)):
-                return read_as(files, SCALES, whole, shape).float().reshape(1).to(files.device)
+                return read_as(files, SCALES, whole, shape).float().reshape(1)
     return None
 
 
@@ -92,10 +92,9 @@ def read_scales(
     shape = files.stored_shape(name)
     count = len(wanted.rows), len(wanted.columns)
     if shape in ((), (1,), (1, 1)) and not (scheme.rows == 1 and rows == 1):
-        scale = read_as(files, types, name, shape).float().reshape(1, 1)
-        return scale.to(files.device), count
+        return read_as(files, types, name, shape).float().reshape(1, 1), count
     if shape in ((rows,), (rows, 1)):
         own = read_as(files, types, name, shape, wanted.rows).float().view(-1, 1)
-        return own.to(files.device).contiguous(), (1, count[1])
+        return own.contiguous(), (1, count[1])
     group = scheme.rows or rows, scheme.columns or columns
     return group_scales(files, name, wanted, group, types)

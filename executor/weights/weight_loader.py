@@ -20,6 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from sidestep.executor.weights.device_copies import DeviceCopies
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -161,6 +162,9 @@ class CheckpointWeights(Weights):
     def __init__(self, folder: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)
         self._files = ExitStack()
+        self.to_device = DeviceCopies(device)
+        """Copies what the files store to the device."""
+        self._files.callback(self.to_device.close)
         self._handle_of: dict[str, OpenFile] = {}
         for file in self._files_of(Path(folder)):
             handle = self._open(file)
@@ -214,7 +218,7 @@ class CheckpointWeights(Weights):
                 f"model: {name} is {tensor.dtype} in the checkpoint, but nothing there says how it "
                 "is quantized, or it must not be"
             )
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+        return self.to_device(tensor).to(self.dtype).contiguous()
 
     def stored(
         self, name: str, shape: Shape, rows: range | None = None, columns: range | None = None
@@ -236,7 +240,7 @@ class CheckpointWeights(Weights):
 
     def exact(self, name: str, shape: Shape, rows: range | None = None) -> Tensor:
         """Return the named tensor in float32, from the checkpoint's own type."""
-        return self._read(name, shape, rows, None).to(device=self.device, dtype=torch.float32)
+        return self.to_device(self._read(name, shape, rows, None)).float()
 
     def item(
         self,
@@ -248,7 +252,7 @@ class CheckpointWeights(Weights):
     ) -> Tensor:
         """Return one item of the named tensor, whole or only some of its rows or columns."""
         tensor = self._read(name, shape, rows, columns, index)
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+        return self.to_device(tensor).to(self.dtype).contiguous()
 
     def packed_item(
         self,
@@ -262,7 +266,7 @@ class CheckpointWeights(Weights):
         tensor = self._read(name, shape, rows, columns, index)
         if tensor.dtype != torch.uint8:
             raise EngineStartError(f"model: {name} is {tensor.dtype} in the checkpoint, not uint8")
-        return tensor.to(self.device).contiguous()
+        return self.to_device(tensor).contiguous()
 
     def _read(
         self,

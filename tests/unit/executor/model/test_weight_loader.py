@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sidestep.executor.weights.checkpoints import TorchWeights, open_checkpoint
+from sidestep.executor.weights.device_copies import lines_of, pieces_of
 from sidestep.executor.weights.weight_loader import (
     CheckpointWeights,
     DummyWeights,
@@ -287,3 +288,31 @@ def test_dummy_weights_of_a_rank_are_a_part_of_the_whole() -> None:
     assert not torch.equal(weights.get("other.weight", (8, 6)), whole)
     assert not torch.equal(DummyWeights(6, torch.float32, CPU).get("layer.weight", (8, 6)), whole)
     assert torch.equal(DummyWeights(5, torch.float32, CPU).get("layer.weight", (8, 6)), whole)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3000, 2064, dtype=torch.bfloat16),
+        torch.zeros(3000, 2064, dtype=torch.bfloat16)[7:, 1032:],
+        torch.zeros(9 << 20, dtype=torch.int8),
+        torch.zeros(3, 700, 1000),
+    ],
+    ids=["whole", "part", "vector", "three dimensions"],
+)
+def test_pieces_for_a_gpu_cover_a_tensor_once(tensor: Tensor) -> None:
+    """Cover them without a GPU: each has room in a buffer, and together they are the tensor."""
+    lines = lines_of(tensor)
+    assert lines is not None and lines.data_ptr() == tensor.data_ptr()
+    for piece in pieces_of(lines):
+        assert 0 < lines[piece].nbytes <= 8 << 20
+        lines[piece].add_(1)
+    ones = tensor.contiguous().view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32}[tensor.itemsize]
+    )
+    assert bool((ones == 1).all())
+
+
+def test_small_tensors_and_long_lines_are_not_cut() -> None:
+    assert lines_of(torch.zeros(1000)) is None
+    assert lines_of(torch.zeros(2, 6 << 20)[:, 1:]) is None
