@@ -106,7 +106,7 @@ def compile_model(name: str, capability: int, processors: int) -> list[tuple[str
     """Return the costs of the kernels of an engine with default options."""
     import triton
 
-    from benchmarks.engine.start_profile import worker_args
+    from benchmarks.starts.start_profile import worker_args
     from sidestep.executor.gpu.warm_up import launch_without_gpu
     from sidestep.executor.parallel.parallel_state import LoneRank
     from sidestep.kernels.compiling import compile_for, compiling_only

@@ -215,8 +215,8 @@ def capture_steps(
     """Run each kind of step once, then capture the whole ladder.
 
     launch: launches all kernels of a step of given sizes. The message on the device has no rows.
-    kinds_of_layers: within its context a step has only layers that differ in their kernels. What
-    all layers launch has then run, in a tenth of the time.
+    kinds_of_layers: within its context a step has only layers that differ in their kernels. They
+    launch whatever all layers launch, in a tenth of the time.
     """
     graphs = CudaGraphs(launch)
     decode = [StepSizes(n, n, n, 0) for n in decode_ladder(limits.max_num_seqs)]

@@ -19,7 +19,7 @@ class Place(NamedTuple):
     """Bytes of a file."""
 
     descriptor: int
-    """Of the open file."""
+    """The open file's."""
     offset: int
 
 

@@ -1,6 +1,6 @@
 """Measure the time from process start to the first token with the bundled model.
 
-    python benchmarks/engine/startup.py [--runs 3]
+    python benchmarks/starts/startup.py [--runs 3]
 
 Each run is a fresh process.
 """

@@ -1,6 +1,6 @@
 """Measure the parts of an engine's start on a GPU in seconds, and which process compiled kernels.
 
-    python benchmarks/engine/start_profile.py [--models qwen3-0.6b ...]
+    python benchmarks/starts/start_profile.py [--models qwen3-0.6b ...]
 
 Each model starts twice: with an empty kernel cache (cold) and with the cache that the first start
 left behind (warm). First the whole engine starts, from the creation of the process to ready. Then,

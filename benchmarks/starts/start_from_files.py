@@ -1,6 +1,6 @@
 """Measure an engine's start on a GPU from files of weights that the page cache holds.
 
-    python benchmarks/engine/start_from_files.py [--models llama-3.1-8b llama-3.1-8b-awq]
+    python benchmarks/starts/start_from_files.py [--models llama-3.1-8b llama-3.1-8b-awq]
         [--runs 2] [--folder /dev/shm]
 
 It writes files with random weights of these models, of Llama's shape, into the folder. Each start
