@@ -23,6 +23,12 @@ BARS = """kind => [...document.querySelectorAll(`#timeline rect.${kind}`)].map(b
   step: Number(bar.dataset.step), drafts: Number(bar.dataset.drafts),
   top: Number(bar.getAttribute("y")), height: Number(bar.getAttribute("height")),
   words: bar.textContent}))"""
+STOP_AT_FOUR = """() => {
+  const found = document.querySelectorAll("#timeline rect.rejected").length >= 4;
+  if (found && document.querySelector("#live").checked) document.querySelector("#live").click();
+  return found;
+}"""
+"""Stops the page while it shows four steps. A call from outside may come when it has drawn anew."""
 
 
 def bars(page: Page, kind: str) -> dict[int, dict[str, Any]]:
@@ -36,8 +42,8 @@ def test_each_step_has_a_bar_of_its_accepted_and_rejected_drafts(
     server = make_server("--speculative-config", json.dumps(SPECULATION), step_ms=5)
     page = open_page(server)
     with streams(server, 1):
-        expect(page.locator("#timeline rect.rejected").nth(3)).to_be_visible()
-        page.get_by_label("Live").uncheck()
+        page.wait_for_function(STOP_AT_FOUR)
+        expect(page.get_by_label("Live")).not_to_be_checked()
         accepted, rejected = bars(page, "accepted"), bars(page, "rejected")
         expect(page.locator("#timeline text", has_text="drafts")).to_be_visible()
         expect(page.locator(".legend .accepted")).to_be_visible()
