@@ -1,23 +1,18 @@
 """Copies of weights from files to a GPU, by several threads through pinned memory.
 
 Tensors of a checkpoint lie in the pages of its files, which are mapped. The driver copies such
-memory by one thread, and the first touch of each page costs a fault. Here each thread reads pieces
-of the files into pinned buffers of its own. The GPU's copy engine reads one buffer while the thread
-fills the other.
+memory by one thread, after it has waited for the pages. Here each thread copies pieces into pinned
+buffers of its own. The GPU's copy engine reads one buffer while the thread fills the other.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from sidestep.executor.weights.mapped_files import MappedFiles, Place
 
 _PIECE = 8 << 20
 """Bytes of a piece. Each thread has two buffers of this size."""
@@ -34,32 +29,22 @@ class DeviceCopies:
     def __init__(self, device: torch.device) -> None:
         """Start no threads yet, and none at all for a CPU."""
         self._device = device
-        self._files = MappedFiles()
         self._own = threading.local()
         count = min(_MOST_THREADS, torch.get_num_threads())
         self._threads = (
             ThreadPoolExecutor(count, "weights", self._begin) if device.type == "cuda" else None
         )
 
-    def expect(self, file: Path) -> None:
-        """Expect tensors in the pages of a file that is mapped from now on."""
-        if self._threads is not None:
-            self._files.add(file)
-
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return a copy of a host's tensor on the device; on a CPU, the tensor itself."""
-        source = lines_of(tensor) if self._threads is not None else None
-        if source is None or self._threads is None:
+        if self._threads is None or (source := lines_of(tensor)) is None:
             return tensor.to(self._device)
         out = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         target = out.view(source.dtype).view(source.shape)
         stream = torch.cuda.current_stream(self._device)
         begun = stream.record_event()  # until here the memory may belong to another tensor
-        place = self._files.place(tensor) if tensor.is_contiguous() else None
         copies = [
-            self._threads.submit(
-                self._copy, source[piece], place_of(piece, source, place), target[piece], begun
-            )
+            self._threads.submit(self._copy, source[piece], target[piece], begun)
             for piece in pieces_of(source)
         ]
         for copy in copies:
@@ -67,10 +52,9 @@ class DeviceCopies:
         return out
 
     def close(self) -> None:
-        """End the threads, and close the files."""
+        """End the threads."""
         if self._threads is not None:
             self._threads.shutdown()
-        self._files.close()
 
     def _begin(self) -> None:
         """Allocate a thread's buffers."""
@@ -82,15 +66,14 @@ class DeviceCopies:
         own.turn = 0
 
     @torch.inference_mode()
-    def _copy(
-        self, source: Tensor, place: Place | None, target: Tensor, begun: torch.cuda.Event
-    ) -> torch.cuda.Event:
+    def _copy(self, source: Tensor, target: Tensor, begun: torch.cuda.Event) -> torch.cuda.Event:
         """Copy a piece, in one of the threads. Return the event of its end."""
         own = self._own
         own.turn ^= 1
         own.copied[own.turn].synchronize()
         room = own.buffers[own.turn][: source.nbytes].view(source.dtype).view(source.shape)
-        fill(room, source, place)
+        # torch would share a copy out among threads of its own.
+        np.copyto(room.numpy(), source.numpy())
         own.stream.wait_event(begun)
         with torch.cuda.stream(own.stream):
             target.copy_(room, non_blocking=True)
@@ -104,7 +87,7 @@ def lines_of(tensor: Tensor) -> Tensor | None:
 
     They are the same memory. None for a tensor that is not worth it, or has too long lines.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST or tensor.is_complex():
+    if tensor.device.type != "cpu" or tensor.nbytes < _LEAST:
         return None
     whole = tensor.view(_INTEGERS[tensor.itemsize])
     if tensor.is_contiguous():
@@ -116,25 +99,3 @@ def pieces_of(lines: Tensor) -> list[slice]:
     """Return the pieces of lines, each of at most as many bytes as a buffer has."""
     step = _PIECE // lines[0].nbytes
     return [slice(first, first + step) for first in range(0, len(lines), step)]
-
-
-def place_of(piece: slice, lines: Tensor, place: Place | None) -> Place | None:
-    """Return where a piece of lines is in a file. place: that of the first line."""
-    if place is None:
-        return None
-    return Place(place.descriptor, place.offset + piece.start * lines[0].nbytes)
-
-
-def fill(room: Tensor, source: Tensor, place: Place | None) -> None:
-    """Fill the host's memory `room` with a piece. place: where it is in a file, if it is in one."""
-    at = 0
-    if place is not None:
-        memory = room.view(torch.uint8).numpy().data
-        while at < room.nbytes:
-            count = os.preadv(place.descriptor, [memory[at:]], place.offset + at)
-            if count == 0:
-                break  # the file has become shorter
-            at += count
-    if at < room.nbytes:
-        # torch would share a copy out among threads of its own.
-        np.copyto(room.numpy(), source.numpy())

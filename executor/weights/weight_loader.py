@@ -167,7 +167,6 @@ class CheckpointWeights(Weights):
         self._files.callback(self.to_device.close)
         self._handle_of: dict[str, OpenFile] = {}
         for file in self._files_of(Path(folder)):
-            self.to_device.expect(file)
             handle = self._open(file)
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 self._handle_of[name] = handle

@@ -25,19 +25,16 @@ PARTS = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("is_expected", [True, False], ids=["from the file", "from memory"])
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
 def test_parts_of_a_file_arrive_as_they_are(
-    tmp_path: Path, dtype: torch.dtype, part: tuple[slice, slice], is_expected: bool
+    tmp_path: Path, dtype: torch.dtype, part: tuple[slice, slice]
 ) -> None:
     """Copy one part again and again, while the device has other work that uses its memory."""
     device = torch.device("cuda", 0)
     given = torch.randint(-128, 128, (ROWS, COLUMNS * dtype.itemsize), dtype=torch.int8)
     save_file({"weight": given.view(dtype)}, tmp_path / "model.safetensors")
     copies = DeviceCopies(device)
-    if is_expected:
-        copies.expect(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         stored = file.get_slice("weight")[part]
         busy = torch.randn(4096, 4096, device=device)
