@@ -5,14 +5,16 @@ Triton kernel here keeps these rules, so that PDL changes no result:
 
 - `gdc_wait` comes before the first access to memory that another kernel wrote or still reads.
   Weights, which no kernel writes, may be loaded before it.
-- `gdc_launch_dependents` comes after `gdc_wait`. So when a kernel starts, all kernels but the one
-  just before it have ended.
-- Therefore a kernel may also read a step's tables before its wait, but only if it is launched at
-  least two launches after the kernel that completes them: another kernel must lie between the two.
-  The first kernels of a step complete its tables (kernels/triton/prepare_step_triton.py and
-  `plan_attention`).
+- A kernel *opens* when it lets the next one start (`gdc_launch_dependents`). Most open after their
+  wait. So when the next one starts, all kernels but the one that has opened have ended.
+- Kernels of few rows open before their wait (`@opens_early`). The kernel after such a one may start
+  while several others still run, and its weights load as soon as there is room for them. When its
+  own wait ends, all kernels before it have ended all the same, since each of them has waited.
+- Therefore a kernel may also read a step's tables before its wait, but only if a kernel that opens
+  after its own wait lies between it and the kernel that completes them. The first kernels of a step
+  complete its tables (kernels/triton/prepare_step_triton.py and `plan_attention`).
 
-Kernels name the tables of the last rule with the decorators of kernels/launch_order.py. It counts
+Kernels name the tables of the last rule with the decorators of kernels/launch_order.py. It follows
 launches while a step is compiled or warmed up, and raises where the rule is broken.
 """
 

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
-EARLY_DISTANCE = 2
-"""Launches from the kernel that completes a table to the first kernel that may read it early."""
 _TORCH_KERNELS = frozenset(
     ("linear", "mm", "addmm", "addmm_", "embedding", "index_select", "copy_")
 )
@@ -49,6 +47,12 @@ def reads_early(*tables: str) -> Callable[[Kernel], Kernel]:
     return _marker("early_tables", tables)
 
 
+def opens_early(kernel: Kernel) -> Kernel:
+    """Mark a kernel that lets the next one start before its own `gdc_wait`."""
+    kernel.opens_early = True  # type: ignore[attr-defined]
+    return kernel
+
+
 def _marker(attribute: str, tables: Sequence[str]) -> Callable[[Kernel], Kernel]:
     def mark(kernel: Kernel) -> Kernel:
         names: Sequence[str] = kernel.arg_names  # type: ignore[attr-defined]
@@ -75,6 +79,8 @@ class LaunchOrder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.num_launches = 0
+        self.last_waiting = -1
+        """The last launch of a kernel that opens after its wait. Torch's open by ending."""
         self.num_early_reads = 0
         """Tables that were found to be complete."""
         self._completed: dict[int, _Completed] = {}
@@ -87,7 +93,8 @@ class LaunchOrder(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Count the kernel that a function of torch launches."""
-        self.num_launches += getattr(func, "__name__", "") in _TORCH_KERNELS
+        if getattr(func, "__name__", "") in _TORCH_KERNELS:
+            self._count(opens_early=False)
         return func(*args, **(kwargs or {}))
 
     def launch(self, kernel: Any, arguments: dict[str, Any]) -> None:
@@ -102,6 +109,11 @@ class LaunchOrder(TorchFunctionMode):
         for table in getattr(kernel, "completed_tables", ()):
             tensor = arguments[table]
             self._completed[_storage(tensor)] = _Completed(self.num_launches, name, tensor)
+        self._count(opens_early=getattr(kernel, "opens_early", False))
+
+    def _count(self, *, opens_early: bool) -> None:
+        if not opens_early:
+            self.last_waiting = self.num_launches
         self.num_launches += 1
 
     def _check(self, kernel: str, table: str, completed: _Completed | None) -> None:
@@ -110,12 +122,11 @@ class LaunchOrder(TorchFunctionMode):
                 f"the kernel {kernel} reads {table} before its gdc_wait, but no kernel launched "
                 "before it completes that table (see kernels/launch.py)"
             )
-        distance = self.num_launches - completed.launch
-        if distance < EARLY_DISTANCE:
+        if completed.launch >= self.last_waiting:
             raise LaunchOrderError(
-                f"the kernel {kernel} reads {table} before its gdc_wait, but is launched only "
-                f"{distance} launch after {completed.kernel}, which completes that table; it must "
-                f"be at least {EARLY_DISTANCE} launches after (see kernels/launch.py)"
+                f"the kernel {kernel} reads {table} before its gdc_wait, but no kernel that opens "
+                f"after its own wait lies between it and {completed.kernel}, which completes that "
+                "table (see kernels/launch.py)"
             )
         self.num_early_reads += 1
 
@@ -138,11 +149,12 @@ def checked_order() -> Iterator[LaunchOrder]:
     def counted(run: Any) -> Any:
         def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
             order.launch(self, {**dict(zip(self.arg_names, args, strict=False)), **kwargs})
-            launches = order.num_launches
+            counts = order.num_launches, order.last_waiting
             try:
                 return run(self, *args, **kwargs)
             finally:
-                order.num_launches = launches  # the interpreter's own use of torch is no launch
+                # The interpreter's own use of torch is no launch.
+                order.num_launches, order.last_waiting = counts
 
         return launch
 

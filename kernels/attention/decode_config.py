@@ -20,7 +20,6 @@ class FewConfig:
     min_tiles: int = 3
     combined: int = 16
     """Parts of a single row that a program adds up at once; of several rows it is half as many."""
-    next_early: bool = True
     most_rows: int = 8
     """The most rows of a step that are few."""
     alone: FewConfig | None = None
@@ -128,7 +127,7 @@ def few_config(
 _WIDE = 4096
 """Queries' dimensions of all heads from which on a layer is wide."""
 _SMALL_GROUP = 4
-_BESIDE_PLAIN_PRODUCTS = FewConfig(num_warps=4, next_early=False)
+_BESIDE_PLAIN_PRODUCTS = FewConfig(num_warps=4)
 """For one row of Llama-3.1-8B with plain weights: whole steps are 1.5% faster than otherwise. They
 are 7% slower with weights in FP8."""
 _STAGES_OF_CODES = 4

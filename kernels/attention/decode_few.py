@@ -135,7 +135,6 @@ def decode_few(
         config.combined if rows == 1 else config.combined // 2,
         rope.norms is not None,
         code_format,
-        config.next_early,
         num_warps=config.num_warps,
         **pdl(q),
     )

@@ -39,7 +39,7 @@ from sidestep.kernels.attention.few_sums_gluon import (
     turned_queries,
     turns_of,
 )
-from sidestep.kernels.launch_order import reads_early
+from sidestep.kernels.launch_order import opens_early, reads_early
 
 # Triton 3.9 has these by other names than 3.6.
 _load = getattr(
@@ -111,7 +111,6 @@ def _attend(
     WINDOW: gl.constexpr,
     SOFTCAP: gl.constexpr,
     NORM: gl.constexpr,
-    NEXT_EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -168,9 +167,8 @@ def _attend(
     block = gl.load(table + gl.maximum(gl.minimum(tile + STAGES, stop - 1), 0) * TILE // PAGE)
     turns = turns_of(cos, sin, q_weight, stored, QL, H, NORM)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if NEXT_EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     if row < 0:
         return
     # 2. Norm and rotate the row's queries.
@@ -237,9 +235,6 @@ def _attend(
             )
             block = gl.load(table + gl.minimum(index + STAGES + 1, stop - 1) * TILE // PAGE)
         async_copy.commit_group()
-    if PDL and not NEXT_EARLY:
-        # The next kernel's weights would take the memory's time from these keys and values.
-        tl.extra.cuda.gdc_launch_dependents()
     # 4. Leave the part: its mean, and the logarithm of its weight.
     share = gl.convert_layout(1.0 / mass, gl.SliceLayout(1, MS))[:, None]
     rows = gl.arange(0, 16, layout=gl.SliceLayout(1, MS))[:, None]
@@ -253,6 +248,7 @@ def _attend(
     gl.store(stat, bits_of(top + gl.log2(mass)), mask=heads < G)
 
 
+@opens_early
 @reads_early("work", "block_tables")
 @gluon.jit
 def _decode_few(
@@ -291,7 +287,6 @@ def _decode_few(
     COMBINED: gl.constexpr,
     NORM: gl.constexpr,
     FORMAT: gl.constexpr,
-    NEXT_EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -324,7 +319,6 @@ def _decode_few(
                 SOFTCAP,
                 NORM,
                 FORMAT,
-                NEXT_EARLY,
                 PDL,
                 num_warps,
             )
@@ -353,7 +347,6 @@ def _decode_few(
                 WINDOW,
                 SOFTCAP,
                 NORM,
-                NEXT_EARLY,
                 PDL,
                 num_warps,
             )

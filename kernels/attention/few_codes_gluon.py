@@ -59,7 +59,6 @@ def attend_to_codes(
     SOFTCAP: gl.constexpr,
     NORM: gl.constexpr,
     FORMAT: gl.constexpr,
-    NEXT_EARLY: gl.constexpr,
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -116,9 +115,8 @@ def attend_to_codes(
     ask_block = gl.load(table + gl.minimum(tile + STAGES, last) * TILE // PAGE)
     turns = turns_of(cos, sin, q_weight, stored, HALF, H, NORM)
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if NEXT_EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     if row < 0:
         return
     # 2. Norm and rotate the row's queries.
@@ -156,9 +154,6 @@ def attend_to_codes(
             )  # fmt: skip
             ask_block = gl.load(table + gl.minimum(index + STAGES + 1, last) * TILE // PAGE)
         async_copy.commit_group()
-    if PDL and not NEXT_EARLY:
-        # The next kernel's weights would take the memory's time from these keys and values.
-        tl.extra.cuda.gdc_launch_dependents()
     # 4. Leave the part: its mean, and the logarithm of its weight.
     highest, total_mass, result = sum_of_warps(top, mass, acc, QL)
     rows = gl.arange(0, HEADS, layout=gl.SliceLayout(1, QL))

@@ -184,8 +184,8 @@ def combine(
     if sinks is not None:
         sink = gl.load(sinks + query_head) * LOG2_E
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # 1. Begin with the new token.
     given = q + row * q_stride + query_head * D + h
     low, high = gl.load(given), gl.load(given + H)

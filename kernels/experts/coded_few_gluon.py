@@ -32,6 +32,7 @@ from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_config import RegisterConfigs
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
@@ -198,6 +199,7 @@ def _register_gate_up(
     gl.store(target, activated, mask=(out_pair >= 0)[None, :] & (columns < F)[:, None])
 
 
+@opens_early
 @gluon.jit(do_not_specialize=["T"])
 def _register_down(
     inner,
@@ -281,8 +283,8 @@ def _register_down(
         given = gl.load(bias + matrix * D + rows).to(gl.float32)
         biases = gl.where(first == 0, given, 0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # 2. Copy the inner values to shared memory. Each warp has those of its pair and columns.
     kept = gl.allocate_shared_memory(
         dtype, [TURNS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -20,6 +20,7 @@ from sidestep.kernels.experts.expert_activation_triton import gated
 from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.experts_config import FewConfig, FewConfigs
 from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.prefetch_triton import prefetch
@@ -116,6 +117,7 @@ def _expert_gate_up(
     tl.store(out + pair * F + columns, activated.to(dtype), mask=columns < F)
 
 
+@opens_early
 @triton.jit(do_not_specialize=["T"])
 def _expert_down(
     inner,
@@ -186,8 +188,8 @@ def _expert_down(
         starts = weight + rows[:, None] * F + STEP + (tl.arange(0, chunk) * AHEAD)[None, :]
         prefetch(starts, AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     acc = _added(acc, w, values, 0, F, STEP)
     for at in tl.range(STEP, F, STEP, num_stages=STAGES):
         acc = _added(acc, _weights(weight, rows, inside, at, F, STEP), values, at, F, STEP)

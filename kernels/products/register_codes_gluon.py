@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.streamed_config import RegisterConfig
 from sidestep.kernels.products.streamed_linear_gluon import scale_of, tree_layout, tree_sum
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -36,6 +37,7 @@ _reinterpreted = getattr(
 )
 
 
+@opens_early
 @gluon.jit
 def _register_codes(
     x,
@@ -88,8 +90,8 @@ def _register_codes(
     if BIAS:
         added = gl.load(bias + n, mask=inside, other=0.0).to(gl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # 2. Copy the inputs to shared memory. Each warp has those of its columns.
     kept = gl.allocate_shared_memory(
         dtype, [TURNS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

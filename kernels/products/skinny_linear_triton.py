@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 MAX_ROWS = 16
@@ -46,6 +47,7 @@ def _scale(squares, tokens, eps, K: tl.constexpr, PARTS: tl.constexpr):
     return tl.rsqrt(tl.sum(given, 1) / K + eps)
 
 
+@opens_early
 @triton.jit
 def _gemv(
     x,
@@ -92,8 +94,8 @@ def _gemv(
     if NEXT:
         scales = tl.load(next_norm + rows, mask=inside, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for start in tl.static_range(0, K, BLOCK_K):
         # Loaded as wide as W: each thread gets the columns it needs, and the warps need not wait
         # for one another.
@@ -190,6 +192,7 @@ def _given(
     )
 
 
+@opens_early
 @triton.jit(do_not_specialize=["T"])
 def _skinny(
     x,
@@ -246,8 +249,8 @@ def _skinny(
     if NEXT:
         scales = tl.load(next_norm + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # 2. The next columns are loaded before the present ones are used. Without a loop, W stays in
     #    the layout of the product's operand; carried through a loop, it would pass through shared
     #    memory.

@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_config import StreamedConfig, padded
 from sidestep.kernels.products.streamed_linear_gluon import (
@@ -147,6 +148,7 @@ def _first_operand(
     return gl.convert_layout(v, FIRST)
 
 
+@opens_early
 @gluon.jit(do_not_specialize=["T"])
 def _streamed_codes(
     x_tiles,
@@ -249,8 +251,8 @@ def _streamed_codes(
     if GATED and not GROUPED:
         up_scale = gl.load(scales + (own_row + N) // HEIGHT)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
         _bulk_load(
             x_tiles, [0, (first + slot) * BK], bars.index(slot), x_ring.index(slot),

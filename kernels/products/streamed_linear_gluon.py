@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, workspace_of
 from sidestep.kernels.products.streamed_config import (
     ALIGNED,
@@ -125,6 +126,7 @@ def _sum_of(parts, NUMBER: gl.constexpr, SIZE: gl.constexpr):
     return total
 
 
+@opens_early
 @gluon.jit(do_not_specialize=["T"])
 def _streamed(
     x_tiles,
@@ -196,8 +198,8 @@ def _streamed(
     if NEXT:
         scales = gl.load(next_norm + n, mask=n < N, other=0.0).to(gl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     for slot in gl.static_range(STAGES):
         _bulk_load(
             x_tiles,
