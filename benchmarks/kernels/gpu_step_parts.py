@@ -58,7 +58,7 @@ _OF_EXPERTS = {
     "_combine": "experts",
 }
 _PRODUCT = re.compile(
-    r"_skinny|_streamed|_register_codes|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE
+    r"_skinny|_streamed|_one_row_codes|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE
 )
 _SUM = re.compile(r"reduce", re.IGNORECASE)
 

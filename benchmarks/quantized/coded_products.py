@@ -48,7 +48,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.linear import gated_linear, linear
 from sidestep.kernels.products.own_linear import own_linear
-from sidestep.kernels.products.streamed_config import RegisterConfig, StreamedConfig, WideConfig
+from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig, WideConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, Rounded, pack_halves
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
@@ -178,7 +178,7 @@ class Case:
         return attempt(lambda: microseconds(repeated(calls, 20)))
 
 
-Config = CodedConfig | StreamedConfig | WideConfig | RegisterConfig
+Config = CodedConfig | StreamedConfig | WideConfig | OneRowConfig
 
 
 def wide_product(x: Tensor, matrix: DeviceMatrix, config: WideConfig, gated: bool) -> Tensor:
@@ -209,9 +209,9 @@ def configs(chosen: Config, rows: int, outputs: int) -> Iterator[Config]:
                 for given in WIDE:
                     yield replace(given, split=split)
         return
-    if isinstance(chosen, RegisterConfig):
-        for warps, groups, loading in itertools.product((2, 4, 8), (1, 2), (1, 2, 4)):
-            yield RegisterConfig(warps, groups, loading)
+    if isinstance(chosen, OneRowConfig):
+        for warps, groups in itertools.product((2, 4, 8), (1, 2)):
+            yield OneRowConfig(warps, groups)
         return
     if isinstance(chosen, StreamedConfig):
         for split, stages in itertools.product(splits, (4, 6, 8, 10, 12, 16)):

@@ -23,7 +23,7 @@ from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.products.streamed_config import (
     ALIGNED,
-    RegisterConfig,
+    OneRowConfig,
     StreamedConfig,
     WideConfig,
     padded,
@@ -55,9 +55,12 @@ _MOST_SPLIT = 8
 _SHARE, _MOST_STAGES = 55 << 10, 10
 """Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
 and the tiles in its ring."""
-_MOST_FROM_REGISTERS = 12 << 20
-"""Numbers of a matrix up to which one row's product takes codes straight into registers. A larger
-one is faster with a ring, which loads more of it while the kernel before still runs."""
+_ONE_ROW_BYTES = 113 << 10
+"""Shared memory of a program of the kernel for one row, so that two share a processor."""
+_MOST_OF_ONE_ROW, _SHORT = 26 << 20, 12 << 20
+"""Numbers of a matrix up to which one row's product has a kernel of its own. A larger one is faster
+with a ring, since shared memory holds no more of it. The product of a short one has twice as many
+parts, which several rows have too."""
 _LEAST_STEPS = {256: 3, 128: 7}
 """Columns of a step, of codes of 4 and 8 bits -> the least number of steps of a program, where
 several share a tile."""
@@ -82,7 +85,7 @@ _MOST_SHARING, _SHARING_US = 4, 5.0
 
 def choose(
     tokens: int, matrix: DeviceMatrix, gated: bool
-) -> CodedConfig | StreamedConfig | RegisterConfig:
+) -> CodedConfig | StreamedConfig | OneRowConfig:
     """Return the configuration for this number of rows of x."""
     gpu = gpu_of(matrix.device)
     large = gpu is not None and gpu.capability >= 90 and matrix.dtype != torch.float32
@@ -94,8 +97,9 @@ def choose(
     processors = num_processors(matrix.device)
     if streams(matrix):
         config = _streamed_config(tokens, matrix, gated, outputs, processors)
-        if tokens == 1 and _from_registers(matrix, gated):
-            return RegisterConfig(config.split)
+        one_row = OneRowConfig(config.split)
+        if tokens == 1 and _has_kernel_of_its_own(matrix, gated, one_row):
+            return one_row
         return config
     split = split_of(outputs, inputs, 2 * processors)
     # Without Hopper's tensor cores, a thread has too few registers for two tiles of 64 rows.
@@ -109,9 +113,16 @@ def choose(
     return CodedConfig(_BLOCK_N, rows, split, num_stages=stages)
 
 
-def _from_registers(matrix: DeviceMatrix, gated: bool) -> bool:
-    """Return whether one row's product takes the codes straight into registers."""
-    small = matrix.shape[0] * matrix.shape[1] <= _MOST_FROM_REGISTERS
+def _has_kernel_of_its_own(matrix: DeviceMatrix, gated: bool, config: OneRowConfig) -> bool:
+    """Return whether one row's product has all codes of a program in shared memory at once."""
+    words = 4 * -(-matrix.shape[1] // matrix.in_word)
+    held = config.block_n * words + matrix.shape[1] * matrix.dtype.itemsize
+    return _in_one_row(matrix, gated, _MOST_OF_ONE_ROW) and held <= _ONE_ROW_BYTES
+
+
+def _in_one_row(matrix: DeviceMatrix, gated: bool, most: int) -> bool:
+    """Return whether a matrix has the form for that kernel, and no more numbers than this."""
+    small = matrix.shape[0] * matrix.shape[1] <= most
     return small and not gated and matrix.kind in ("fp8", "int8", "int4")
 
 
@@ -125,8 +136,8 @@ def _streamed_config(
     processors that the kernel before leaves free.
     """
     inputs, width = matrix.shape[1], 32 * matrix.in_word
-    # One row's product from registers has the same parts.
-    least = -(-_LEAST_STEPS[width] // (2 if _from_registers(matrix, gated) else 1))
+    # The kernel for one row has the same parts.
+    least = -(-_LEAST_STEPS[width] // (2 if _in_one_row(matrix, gated, _SHORT) else 1))
     split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, least)
     # The split follows from W's size alone, but a program of many rows has half of the pair.
     halves = 1 + (gated and tokens <= _MOST_FUSED)

@@ -27,14 +27,14 @@ from sidestep.kernels.products import skinny_linear_triton as skinny
 from sidestep.kernels.products import streamed_config as streamed
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.skinny_linear_triton import SkinnyConfig
-from sidestep.kernels.products.streamed_config import RegisterConfig, StreamedConfig
+from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig
 from sidestep.kernels.products.tuned.tuned_products import PRODUCTS, ROWS
 from sidestep.kernels.products.tuned.tuned_shares import SHARES
 from sidestep.kernels.products.tuned.tuned_steps import STREAMED_ALONE
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 
-Config = SkinnyConfig | StreamedConfig | CodedConfig | RegisterConfig
-"""Configuration of a kernel. CodedConfig and RegisterConfig are for a DeviceMatrix, SkinnyConfig is
+Config = SkinnyConfig | StreamedConfig | CodedConfig | OneRowConfig
+"""Configuration of a kernel. CodedConfig and OneRowConfig are for a DeviceMatrix, SkinnyConfig is
 for tensors, and StreamedConfig for either."""
 
 
@@ -167,10 +167,10 @@ def _launch(
             from sidestep.kernels.products.streamed_codes_gluon import launch as launch_codes
 
             launch_codes(x, weight, tensors, eps, flags, config)
-        elif isinstance(config, RegisterConfig):
-            from sidestep.kernels.products.register_codes_gluon import launch as launch_registers
+        elif isinstance(config, OneRowConfig):
+            from sidestep.kernels.products.one_row_codes_gluon import launch as launch_one_row
 
-            launch_registers(x, weight, tensors, eps, flags, config)
+            launch_one_row(x, weight, tensors, eps, flags, config)
         else:
             assert isinstance(config, CodedConfig), "a coded matrix has kernels of its own"
             coded.launch(x, weight, tensors, eps, flags, config)

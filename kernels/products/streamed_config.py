@@ -30,16 +30,13 @@ class StreamedConfig:
 
 
 @dataclass(frozen=True)
-class RegisterConfig:
-    """Partition of coded W among warps that read it straight into registers, for one row."""
+class OneRowConfig:
+    """Partition of coded W among warps, for one row. All of it is in shared memory at once."""
 
     split: int
     """Warps that share a tile's columns."""
     groups: int = 1
     """Tiles of 16 rows of W of a program."""
-    stages: int = 2
-    """Steps of a warp that are loading at once. With more of them, fewer programs fit beside those
-    of the kernel before."""
 
     @property
     def block_n(self) -> int:

@@ -1,8 +1,8 @@
 """Products of codes straight from memory's words, for kernels of a few rows: a warp's turns.
 
 - A thread loads the words of which it makes its part of the tensor cores' first operand, 16 bytes
-  at a time, several steps of 128 columns ahead. So weights pass through no shared memory, and no
-  barrier stands between steps.
+  at a time: into registers, several steps of 128 columns ahead, or all of them into its own places
+  of shared memory. So no barrier stands between steps.
 - Warps have rows or columns of their own. Each adds its own steps, and what they have to add up
   they exchange once, at the end.
 - The second operand's eight columns are inputs. A column of the result does not depend on the
@@ -272,6 +272,57 @@ def sum_of_turns(
             asked = asked + (_ask(place, turn + STAGES, EVERY, STEPS, FORM),)
         own = own if FORM[2] > 0 else scale
         acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM)
+    return _scaled(acc, scale, FORM)
+
+
+@gluon.constexpr_function
+def kept_words_layout(words: int) -> gl.SwizzledSharedLayout:
+    """Return the layout of words in shared memory whose loads, 16 bytes a thread, do not meet."""
+    return gl.SwizzledSharedLayout(4, 1 if words == 32 else 2, words // 4, [1, 0])
+
+
+@gluon.jit
+def keep_turns(
+    place, memory, EVERY: gl.constexpr, STEPS: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr
+):
+    """Copy the words of all turns to shared memory [turns, N, words], and return their scales.
+
+    Other arguments are as of ask_first. A thread copies the words that it will use.
+    """
+    words, source, scales, first, per_group = place
+    WORDS: gl.constexpr = words_in_step(FORM[0])
+    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, _parent(source.type.layout)))
+    kept = no_turns()
+    for turn in gl.static_range(TURNS):
+        step = gl.minimum(first + turn * EVERY, STEPS - 1)
+        _load(memory.index(turn), words + (source + step * WORDS)[:, None] + word[None, :])
+        scale = first
+        if FORM[2] > 0:
+            scale = gl.load(scales + step * 128 // FORM[2] * per_group)
+        kept = kept + (scale,)
+    async_copy.commit_group()
+    return kept
+
+
+@gluon.jit
+def sum_of_kept(acc, place, turn_scales, memory, kept, TURNS: gl.constexpr, FORM: gl.constexpr):
+    """Return what sum_of_turns does, of words that keep_turns has copied, in the same order."""
+    WARPS: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = place[1].shape[0] // WARPS
+    LAYOUT: gl.constexpr = words_of_warps(ROWS, WARPS, words_in_step(FORM[0]))
+    scale = place[3]
+    if FORM[2] == 0:
+        scale = gl.load(place[2])
+    for turn in gl.static_range(TURNS):
+        own = turn_scales[turn] if FORM[2] > 0 else scale
+        words = memory.index(turn).load(LAYOUT)
+        acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM)
+    return _scaled(acc, scale, FORM)
+
+
+@gluon.jit
+def _scaled(acc, scale, FORM: gl.constexpr):
+    """Return the sum of all turns times the scale that they share."""
     if FORM[0] == "mxfp4":
         acc *= 2.0**63
     elif FORM[2] == 0:

@@ -179,7 +179,7 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
             assert kernel.get("stack", 0) <= STACK.get(kernel["kernel"], 16), kernel
     few = job.capability >= 90 and job.model in FEW_MODELS and job.block_size % 32 == 0
     # Hopper has kernels of its own, but not for all forms.
-    own = {"_streamed_codes", "_register_codes", "_wide_codes", "_wide_scaled", "_decode_words"}
+    own = {"_streamed_codes", "_one_row_codes", "_wide_codes", "_wide_scaled", "_decode_words"}
     others = {"_coded", "_decode_matrix"}
     hopper = job.capability == 90
     expected = {

@@ -128,7 +128,7 @@ def test_coded_matrices_without_memory_need_the_same_kernels(tmp_path: Path) -> 
     without, with_memory = json.loads(run(tmp_path / "cache", "compile_quantized"))
     assert without == with_memory
     kernels = {key.split()[0] for key in without}
-    own = {"_coded", "_streamed_codes", "_register_codes", "_wide_codes", "_wide_scaled"}
+    own = {"_coded", "_streamed_codes", "_one_row_codes", "_wide_codes", "_wide_scaled"}
     rounded = {"_quantize_rows", "_scaled_product"}
     assert kernels == {*own, *rounded, "_rms_norm", "_silu_mul"}
 

@@ -13,13 +13,14 @@ from sidestep.kernels.ops.silu_mul import computed
 from sidestep.kernels.products.coded_linear import (
     MAX_ROWS,
     add_coded_linear,
+    choose,
     coded_gated_linear,
     coded_linear,
     split_of,
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
-from sidestep.kernels.products.streamed_config import RegisterConfig, StreamedConfig, WideConfig
+from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig, WideConfig
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -302,10 +303,10 @@ def test_a_begun_norm_is_finished(parts: int, gated: bool) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize(
-    "config", [RegisterConfig(1, 4, 1), RegisterConfig(4, 2, 3), RegisterConfig(8, 1, 2)], ids=str
+    "config", [OneRowConfig(1, 4), OneRowConfig(4, 2), OneRowConfig(8, 1)], ids=str
 )
 @pytest.mark.parametrize("form", [*FORMS[:5], Form("int4", WHOLE, zeros=True)], ids=str)
-def test_one_row_from_registers(form: Form, config: RegisterConfig) -> None:
+def test_one_row_whose_weights_wait(form: Form, config: OneRowConfig) -> None:
     """Outputs do not fill the tiles, and the columns not the warps' last steps."""
     outputs, inputs, values = 200, 1832, Values(5)
     weighted = guarded(values.normal(1, inputs, dtype=DTYPE))
@@ -328,6 +329,25 @@ def test_one_row_from_registers(form: Form, config: RegisterConfig) -> None:
     assert_close(begun.weighted, added.double() * following.weight.double(), 1)
     sums = [part.square().sum(1) for part in added.double().split(config.block_n, 1)]
     assert_close(begun.squares, torch.stack(sums, 1))
+
+
+@needs_gpu
+@pytest.mark.parametrize("outputs", [2048, 4096, 6144])
+@pytest.mark.parametrize("form", [CHANNEL, Form("int4", (1, 128), zeros=True)], ids=str)
+def test_one_row_has_the_bits_of_several(form: Form, outputs: int) -> None:
+    """Sizes of attention of Llama-3.1-8B, whose single row has a kernel of its own."""
+    values = Values(outputs)
+    matrix = on_device(matrix_of(form, outputs, 4096, DTYPE))
+    assert isinstance(choose(1, matrix, False), OneRowConfig)
+    x = values.normal(8, 4096, dtype=DTYPE)
+    added = values.normal(8, outputs, dtype=DTYPE)
+    alone = added[:1].clone()
+    norm = RmsNorm(values.normal(outputs, dtype=DTYPE), 1e-5)
+    add_coded_linear(added, x, matrix, None, norm)
+    begun = add_coded_linear(alone, x[:1], matrix, None, norm)
+    assert begun is not None
+    assert same(alone, added[:1])
+    assert same(coded_linear(x[:1], matrix, None), coded_linear(x, matrix, None)[:1])
 
 
 # In the interpreter a product's order depends on its size.

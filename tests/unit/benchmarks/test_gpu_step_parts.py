@@ -62,9 +62,9 @@ def with_experts(layers: int) -> Step:
 def with_codes(layers: int) -> Step:
     """Return a step of one row of a model with coded experts, which choose in their kernels."""
     layer = [
-        ("_register_codes", "qkv"),
+        ("_one_row_codes", "qkv"),
         ("_decode_few", "attention"),
-        ("_register_codes", "o"),
+        ("_one_row_codes", "o"),
         ("_router_rows", "router"),
         ("_register_gate_up", "experts"),
         ("_register_down", "experts"),

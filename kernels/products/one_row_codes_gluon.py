@@ -1,7 +1,7 @@
-"""x W^T for one row of x, where W is in 8 or 4 bits and comes straight into registers.
+"""x W^T for one row of x, where W is in 8 or 4 bits and its codes wait for x in shared memory.
 
-With one row, a product is short: its beginning and end count as much as its bytes. So no ring in
-shared memory lies between W and the tensor cores (kernels/quantized/turns_gluon.py), and warps of
+With one row, a product is short: its beginning and end count as much as its bytes. So a program
+asks for all of its rows of W before it waits for x (kernels/quantized/turns_gluon.py), and warps of
 one program share out the columns, whose sums so need no other program.
 """
 
@@ -15,16 +15,17 @@ from triton.experimental.gluon import language as gl
 
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import opens_early
-from sidestep.kernels.products.streamed_config import RegisterConfig
+from sidestep.kernels.products.streamed_config import OneRowConfig
 from sidestep.kernels.products.streamed_linear_gluon import scale_of, tree_layout, tree_sum
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.turns_gluon import (
-    ask_first,
     ask_for_line,
     inputs_are_there,
+    keep_turns,
+    kept_words_layout,
     products_of_warps,
     same_columns,
-    sum_of_turns,
+    sum_of_kept,
     words_in_step,
     words_of_warps,
 )
@@ -39,7 +40,7 @@ _reinterpreted = getattr(
 
 @opens_early
 @gluon.jit
-def _register_codes(
+def _one_row_codes(
     x,
     words,
     scales,
@@ -58,7 +59,6 @@ def _register_codes(
     ZEROS: gl.constexpr,
     SPLIT: gl.constexpr,
     TURNS: gl.constexpr,
-    STAGES: gl.constexpr,
     PARTS: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
@@ -75,14 +75,17 @@ def _register_codes(
     BN: gl.constexpr = GROUPS * 16
     BY_ROW: gl.constexpr = gl.SliceLayout(1, words_of_warps(16, num_warps, WORDS))
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    # 1. Ask for the first weights.
+    # 1. Ask for all weights.
     index = gl.arange(0, num_warps * 16, layout=BY_ROW)
     row = index // (16 * SPLIT) * 16 + index % 16
     first = index // 16 % SPLIT * TURNS
     read = gl.minimum(gl.program_id(0) * BN + row, N - 1)
     per_group = (N + HEIGHT - 1) // HEIGHT
     at = words, read.to(gl.int64) * (STEPS * WORDS), scales + read // HEIGHT, first, per_group
-    asked = ask_first(at, 1, STEPS, STAGES, FORM)
+    memory = gl.allocate_shared_memory(
+        gl.int32, [TURNS, num_warps * 16, WORDS], kept_words_layout(WORDS)
+    )
+    turn_scales = keep_turns(at, memory, 1, STEPS, TURNS, FORM)
     n = gl.program_id(0) * BN + gl.arange(0, BN, layout=OUT)
     inside = n < N
     if NEXT:
@@ -105,7 +108,7 @@ def _register_codes(
     inputs_are_there()
     # 3. Multiply, and add the warps' shares in order.
     acc = gl.zeros([num_warps, 16, 8], gl.float32, products_of_warps(num_warps))
-    acc = sum_of_turns(acc, at, asked, kept, 1, STEPS, TURNS, STAGES, FORM)
+    acc = sum_of_kept(acc, at, turn_scales, memory, kept, TURNS, FORM)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     shares = gl.allocate_shared_memory(gl.float32, [SPLIT, BN], FLAT)
     ordered = same_columns(acc).reshape(GROUPS, SPLIT, 16).permute(1, 0, 2).reshape(SPLIT * BN)
@@ -138,7 +141,7 @@ def launch(
     tensors: tuple[Tensor, ...],
     eps: float,
     flags_and_gate: tuple[int, bool, bool, bool, bool],
-    c: RegisterConfig,
+    c: OneRowConfig,
 ) -> None:
     """Launch the kernel, with arguments as of kernels.products.skinny_linear_triton.launch.
 
@@ -150,7 +153,7 @@ def launch(
     assert tokens == 1 and not gated
     height, width = matrix.group
     turns = triton.cdiv(triton.cdiv(num_inputs, STEP), c.split)
-    _register_codes[(triton.cdiv(num_outputs, c.block_n),)](
+    _one_row_codes[(triton.cdiv(num_outputs, c.block_n),)](
         x,
         matrix.words,
         matrix.scales,
@@ -169,7 +172,6 @@ def launch(
         matrix.zeros,
         c.split,
         turns,
-        min(c.stages, turns),
         *flags,
         num_warps=c.split * c.groups,
         **pdl(x),
