@@ -6,7 +6,8 @@ straight into registers (kernels/quantized/turns_gluon.py):
 - Warps share out the columns of a matrix, or a token's experts. They meet once, at the end.
 - The second operand's columns are the inputs of an expert's pairs, so that it is read and decoded
   once for up to eight of them. The last product has inner values of one pair a warp.
-- The last product's programs load their first weights before they wait for the inner values.
+- The last product's programs load their first weights before they wait for the inner values; those
+  of one row all of them, which go to shared memory.
 
 A column of the tensor cores' result does not depend on the others, so a token's bits depend on that
 token alone. They are for Hopper and later: coded_pairs_triton.py does the same for all GPUs and
@@ -40,8 +41,11 @@ from sidestep.kernels.quantized.turns_gluon import (
     ask_first,
     ask_for_line,
     inputs_are_there,
+    keep_turns,
+    kept_words_layout,
     products_of_warps,
     same_columns,
+    sum_of_kept,
     sum_of_turns,
     words_in_step,
     words_of_warps,
@@ -227,6 +231,7 @@ def _register_down(
     KEPT: gl.constexpr,
     TURNS: gl.constexpr,
     STAGES: gl.constexpr,
+    WAITS: gl.constexpr,
     FORM: gl.constexpr,
     ADD: gl.constexpr,
     NEXT: gl.constexpr,
@@ -278,7 +283,11 @@ def _register_down(
     own = scales + matrix * (GROUPS * per_group) + rows // FORM[1]
     first = row // 16 % SPLIT
     at = words, source, own, first, per_group
-    asked = ask_first(at, SPLIT, STEPS, STAGES, FORM)
+    if WAITS:
+        memory = gl.allocate_shared_memory(gl.int32, [TURNS, N, WORDS], kept_words_layout(WORDS))
+        asked = keep_turns(at, memory, SPLIT, STEPS, TURNS, FORM)
+    else:
+        asked = ask_first(at, SPLIT, STEPS, STAGES, FORM)
     if bias is not None:
         given = gl.load(bias + matrix * D + rows).to(gl.float32)
         biases = gl.where(first == 0, given, 0.0)
@@ -302,7 +311,10 @@ def _register_down(
     inputs_are_there()
     # 3. Multiply.
     acc = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
-    acc = sum_of_turns(acc, at, asked, kept, SPLIT, STEPS, TURNS, STAGES, FORM)
+    if WAITS:
+        acc = sum_of_kept(acc, at, asked, memory, kept, TURNS, FORM)
+    else:
+        acc = sum_of_turns(acc, at, asked, kept, SPLIT, STEPS, TURNS, STAGES, FORM)
     # 4. Weigh the experts and add them. Values of pairs without an expert here may be anything.
     sums = same_columns(acc)
     if bias is not None:
@@ -388,6 +400,7 @@ def multiply_from_registers(
         kept,
         turns,
         min(c.stages, turns),
+        c.waits,
         down.coding,
         add,
         begun is not None,

@@ -104,6 +104,8 @@ class RegisterConfig:
     """Warps of a program: for down, at least one for each expert of a token."""
     stages: int
     """Steps that are loading at once."""
+    waits: bool = False
+    """Whether all weights of a program wait in shared memory instead, for down."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,8 @@ _STEP = 128
 """Columns of a step of products from registers."""
 _MOST_TURNS = 12
 """Steps of one warp, which are written out one after the other."""
+_MOST_WAITING = 200 << 10
+"""Bytes of a program whose weights, and inner values, are all in shared memory at once."""
 
 
 def register_configs(
@@ -185,8 +189,11 @@ def register_configs(
     down = next((w for w in shares if -(-inner_width // _STEP) <= w // kept * _MOST_TURNS), None)
     if gate_up is None or down is None:
         return None
+    columns = -(-inner_width // _STEP) * _STEP
+    held = kept * columns * (16 // (1 + four_bits) + 2)
+    waits = rows == 1 and held <= _MOST_WAITING
     if not four_bits:
-        return RegisterConfigs(RegisterConfig(gate_up, 4), RegisterConfig(down, 4))
+        return RegisterConfigs(RegisterConfig(gate_up, 4), RegisterConfig(down, 4, waits))
     if rows == 1:
-        return RegisterConfigs(RegisterConfig(gate_up, 2), RegisterConfig(down, 2))
+        return RegisterConfigs(RegisterConfig(gate_up, 2), RegisterConfig(down, 2, waits))
     return RegisterConfigs(RegisterConfig(gate_up, 2), RegisterConfig(down, 4), 32)

@@ -45,9 +45,9 @@ FORMS = [
 ]
 WIDTH, INNER = 1600, 400
 CONFIGS = [
-    RegisterConfigs(RegisterConfig(warps, stages), RegisterConfig(down, stages), rows)
-    for (rows, warps, down), stages in itertools.product(
-        ((16, 4, 8), (32, 4, 16), (32, 8, 8)), (1, 3)
+    RegisterConfigs(RegisterConfig(warps, stages), RegisterConfig(down, stages, waits), rows)
+    for (rows, warps, down), (stages, waits) in itertools.product(
+        ((16, 4, 8), (32, 4, 16), (32, 8, 8)), ((1, False), (3, False), (1, True))
     )
 ]
 
@@ -95,7 +95,7 @@ def mxfp4(rows: int, columns: int, seed: int, bias: Tensor) -> ExpertCodes:
 
 
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("configs", [*CONFIGS[:4], None], ids=str)
+@pytest.mark.parametrize("configs", [*CONFIGS[:5], None], ids=str)
 def test_mxfp4_is_as_by_the_other_kernels(rows: int, configs: RegisterConfigs | None) -> None:
     values, width, inner = Values(rows), 1440, 736
     x = guarded(values.normal(rows, width, dtype=torch.bfloat16))
