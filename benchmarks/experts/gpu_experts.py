@@ -5,7 +5,7 @@
 For each form of weights and number of rows it prints the time of the router, and of the experts'
 products with the floor of their bytes or operations. MXFP4 has the sizes of gpt-oss-20b, all else
 those of Qwen3-30B-A3B. --tune tries other configurations and prints the best of them;
-kernels/experts/experts_config.py is based on these figures.
+kernels/experts/common/experts_config.py is based on these figures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Ceilings, Table, attempt, microseconds
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
-from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import (
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import (
     BulkConfig,
     BulkConfigs,
     CodedConfig,
@@ -40,6 +39,7 @@ from sidestep.kernels.experts.experts_config import (
     few_configs,
     register_configs,
 )
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import decided, route
 from sidestep.kernels.ops.routing import Choice, Routed

@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sidestep.kernels.experts.expert_activation_triton import gated
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import BulkConfig, BulkConfigs
-from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.expert_activation_triton import gated
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import BulkConfig, BulkConfigs
+from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors, pdl
 

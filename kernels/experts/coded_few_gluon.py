@@ -23,15 +23,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from sidestep.kernels.experts.choice_triton import (
+from sidestep.kernels.experts.common.choice_triton import (
     NO_CHOICE,
     chosen_expert,
     chosen_experts,
     kernel_choice,
 )
-from sidestep.kernels.experts.expert_activation_triton import gated
+from sidestep.kernels.experts.common.expert_activation_triton import gated
+from sidestep.kernels.experts.common.experts_config import RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.experts_config import RegisterConfigs
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin

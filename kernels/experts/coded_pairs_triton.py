@@ -15,18 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.experts.choice_triton import (
+from sidestep.kernels.experts.common.choice_triton import (
     NO_CHOICE,
     KernelChoice,
     chosen_expert,
     chosen_experts,
     kernel_choice,
 )
-from sidestep.kernels.experts.expert_activation_triton import gated
+from sidestep.kernels.experts.common.expert_activation_triton import gated
+from sidestep.kernels.experts.common.experts_config import CodedConfigs
+from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
-from sidestep.kernels.experts.experts_config import CodedConfigs
-from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import pdl
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import BLOCK, ExpertMatrix
 from sidestep.kernels.quantized.coded_matrix import (
     MIDDLE,
     CodedMatrix,

@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
-from sidestep.kernels.experts.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
-from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import (
+from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import (
     BulkConfigs,
     CodedConfigs,
     FewConfigs,
@@ -35,10 +34,11 @@ from sidestep.kernels.experts.experts_config import (
     register_configs,
     sorted_configs,
 )
+from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, sort_pairs
+from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.routing_triton import decided
-from sidestep.kernels.experts.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided

@@ -10,15 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.experts.choice_triton import (
+from sidestep.kernels.experts.common.choice_triton import (
     NO_CHOICE,
     chosen_expert,
     chosen_experts,
     kernel_choice,
 )
-from sidestep.kernels.experts.expert_activation_triton import gated
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import FewConfig, FewConfigs
+from sidestep.kernels.experts.common.expert_activation_triton import gated
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs
 from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin

@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.experts.expert_activation_triton import gated
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import SortedConfigs
-from sidestep.kernels.experts.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.expert_activation_triton import gated
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import SortedConfigs
+from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import pdl
 
 

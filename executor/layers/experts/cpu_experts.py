@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sidestep.executor.layers.experts.shared_expert import ExpertWeights
 from sidestep.executor.layers.linear import Linear
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix

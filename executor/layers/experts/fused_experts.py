@@ -12,7 +12,7 @@ from torch import Tensor
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Shape, Weights
 from sidestep.ipc.model.layer_spec import MXFP4_BLOCK, ExpertsSpec
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 
 
 def gate_first(in_turns: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor
 from sidestep.executor.layers.experts.shared_expert import ExpertWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ClampedSwiglu
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix

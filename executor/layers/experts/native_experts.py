@@ -20,7 +20,7 @@ from sidestep.executor.layers.layouts.native_matrices import (
 from sidestep.executor.layers.layouts.plain_layouts import packed as packed_by_onednn
 from sidestep.executor.layers.layouts.rounding_layouts import is_large, rounded
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.native import rows
 from sidestep.kernels.native.experts import CODED, SOURCE, ExpertStack, sort_pairs, sum_pairs
 from sidestep.kernels.ops.rms_norm import RmsNorm

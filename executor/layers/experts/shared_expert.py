@@ -12,7 +12,7 @@ from sidestep.executor.layers.matrix_products import stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import ExpertsSpec
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.silu_mul import sigmoid_mul
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix

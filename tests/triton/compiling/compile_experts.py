@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from sidestep.kernels.experts import experts_triton, routing_triton
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import CodedConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import CodedConfigs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined
 from tests.triton.compiling.compile_quantized import MAIN_FORMS, coded

@@ -8,13 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.common.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
+from sidestep.kernels.experts.common.experts_config import BulkConfig, BulkConfigs
+from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
-from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
-from sidestep.kernels.experts.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import decided, route, route_stream
-from sidestep.kernels.experts.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
 from tests.triton.quantized.coded_matrices import guarded_codes

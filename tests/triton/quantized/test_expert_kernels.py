@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sidestep.kernels.experts.common.experts_config import CodedConfigs, RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.experts_config import CodedConfigs, RegisterConfigs
 from sidestep.kernels.experts.experts_triton import configs_in_codes
 from sidestep.kernels.gpu import Gpu, like_gpu
 from tests.triton.compiling.compile_quantized import Form, coded

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.experts.coded_few_gluon import PAIRS
-from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.experts.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.experts_config import (
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import (
     CodedConfigs,
     RegisterConfig,
     RegisterConfigs,
     register_configs,
 )
+from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import multiply_experts
 from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.ops.routing import Routed

@@ -21,7 +21,7 @@ from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.executor.weights.weight_loader import SafetensorsWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.model_spec import load_model_spec
-from sidestep.kernels.experts.expert_matrix import decode_mxfp4
+from sidestep.kernels.experts.common.expert_matrix import decode_mxfp4
 from sidestep.kernels.native.experts import CODED, SOURCE
 from sidestep.kernels.ops.rms_norm import Stream
 from tests.e2e.models import load_reference, random_prompts, reference_tokens, write_model

@@ -15,7 +15,7 @@ from sidestep.executor.layers.layouts import native_matrices, rounding_layouts
 from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
 from sidestep.executor.layers.layouts.rounding_layouts import MOST_ERROR
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu, ExpertsSpec
-from sidestep.kernels.experts.expert_matrix import BLOCK, ExpertMatrix
+from sidestep.kernels.experts.common.expert_matrix import BLOCK, ExpertMatrix
 from sidestep.kernels.native.experts import CODED, SOURCE, sort_pairs
 from sidestep.kernels.native.matrices import GROUP
 from sidestep.kernels.ops.routing import Routed
