@@ -46,6 +46,7 @@ _OF_EXPERTS = {
     "_place_pairs": "experts",
     "_expert_gate_up": "experts",
     "_expert_down": "experts",
+    "_few_down": "experts",
     "_grouped_gate_up": "experts",
     "_grouped_down": "experts",
     "_bulk_gate_up": "experts",

@@ -33,7 +33,6 @@ from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
@@ -203,7 +202,6 @@ def _register_gate_up(
     gl.store(target, activated, mask=(out_pair >= 0)[None, :] & (columns < F)[:, None])
 
 
-@opens_early
 @gluon.jit(do_not_specialize=["T"])
 def _register_down(
     inner,
@@ -292,8 +290,8 @@ def _register_down(
         given = gl.load(bias + matrix * D + rows).to(gl.float32)
         biases = gl.where(first == 0, given, 0.0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     # 2. Copy the inner values to shared memory. Each warp has those of its pair and columns.
     kept = gl.allocate_shared_memory(
         dtype, [TURNS, num_warps, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])

@@ -15,6 +15,8 @@ No value is added atomically: each sum has one order, whatever else is in the st
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ from sidestep.kernels.experts.common.experts_config import (
     few_configs,
     register_configs,
     sorted_configs,
+    waiting_config,
 )
 from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
@@ -163,7 +166,12 @@ def _configs(
 ) -> Configs:
     """Return the usual configurations for matrices in 16 bits."""
     if few:
-        return few_configs()
+        usual, gpu = few_configs(), gpu_of(x.device)
+        chosen = pairs // len(x)
+        waiting = waiting_config(len(x), gate_up.num_rows // 2, chosen)
+        if waiting is None or gpu is None or gpu.capability < 90 or x.dtype == torch.float32:
+            return usual
+        return replace(usual, down=waiting)
     sizes = pairs, down.num_experts
     if can_be_bulk(x, gate_up.values, down.values):
         return bulk_configs(*sizes)

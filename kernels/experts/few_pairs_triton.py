@@ -18,7 +18,7 @@ from sidestep.kernels.experts.common.choice_triton import (
 )
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs
+from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs, WaitingConfig
 from sidestep.kernels.launch import has_pdl, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
@@ -265,9 +265,16 @@ def multiply_few(
         num_warps=c.warps,
         **kind,
     )
-    c = configs.down
-    begun = room_to_begin(norm, out, triton.cdiv(width, c.columns))
-    _expert_down[(rows, triton.cdiv(width, c.columns))](
+    last = configs.down
+    begun = room_to_begin(norm, out, triton.cdiv(width, last.columns))
+    if isinstance(last, WaitingConfig):
+        # Not every version of Triton has its language.
+        from sidestep.kernels.experts.few_down_gluon import launch
+
+        given = routed if isinstance(routed, Routed) else None
+        launch(inner, down, given, out, norm, begun, choice, chosen, last, add=add, some=some)
+        return begun
+    _expert_down[(rows, triton.cdiv(width, last.columns))](
         inner,
         down.values,
         down.bias,
@@ -281,16 +288,16 @@ def multiply_few(
         inner_width,
         chosen,
         triton.next_power_of_2(chosen),
-        c.columns,
-        c.step,
-        c.stages,
-        _ahead(down.values, c) if rows == 1 and has_pdl(x.device) else 0,
+        last.columns,
+        last.step,
+        last.stages,
+        _ahead(down.values, last) if rows == 1 and has_pdl(x.device) else 0,
         add,
         begun is not None,
         some,
-        num_warps=c.warps,
+        num_warps=last.warps,
         # Masks of other ranks' experts take more of them than that.
-        maxnreg=None if some else c.registers,
+        maxnreg=None if some else last.registers,
         **kind,
     )
     return begun

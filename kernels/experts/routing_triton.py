@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
 from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
 
@@ -145,7 +144,6 @@ def _router_tiles(
     tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
-@opens_early
 @triton.jit
 def _router_rows(
     x,
@@ -173,8 +171,8 @@ def _router_rows(
     if SQUARES > 0:
         factor = tl.load(norm + steps, mask=steps < D, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     value = tl.load(x + row * D + steps, mask=steps < D, other=0.0)
     if SQUARES > 0:
         each = tl.arange(0, SUMMED)

@@ -22,6 +22,15 @@ class FewConfig:
 
 
 @dataclass(frozen=True)
+class WaitingConfig:
+    """Partition of the last product of a few pairs whose matrices wait in shared memory."""
+
+    columns: int
+    """Outputs of a program, of all pairs of a token."""
+    warps: int
+
+
+@dataclass(frozen=True)
 class SortedConfig:
     """Partition of a product of sorted pairs."""
 
@@ -69,7 +78,7 @@ class FewConfigs:
     """Configurations of both products."""
 
     gate_up: FewConfig
-    down: FewConfig
+    down: FewConfig | WaitingConfig
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,26 @@ class RegisterConfigs:
 def few_configs() -> FewConfigs:
     """Return the configurations for a few pairs."""
     return FewConfigs(FewConfig(8, 256), FewConfig(4, 256, stages=1, registers=128))
+
+
+_HALF_A_PROCESSOR = 113 << 10
+"""Shared memory of a program of which two share a processor."""
+_MOST_STEPS = 32
+"""Steps of 64 columns that are written out one after the other."""
+
+
+def waiting_config(rows: int, inner_width: int, chosen: int) -> WaitingConfig | None:
+    """Return how matrices of 16 bits wait in shared memory, or None if they are too long.
+
+    The outputs of a program do not depend on the number of rows.
+    """
+    kept, steps = 1 << (chosen - 1).bit_length(), -(-inner_width // 64)
+    if inner_width % 8 != 0 or steps > _MOST_STEPS:
+        return None
+    for columns in (8, 4):
+        if kept * (columns + 1) * steps * 128 <= _HALF_A_PROCESSOR:
+            return WaitingConfig(columns, 8 if rows == 1 else 4)
+    return None
 
 
 def sorted_configs(pairs: int, experts: int) -> SortedConfigs:

@@ -67,7 +67,7 @@ EXPERTS = {
     "_coded_down",
     "_coded_sorted_down",
 }
-REGISTER_EXPERTS = {"_register_gate_up", "_register_down"}
+REGISTER_EXPERTS = {"_register_gate_up", "_register_down", "_few_down"}
 """Kernels of a few pairs of coded experts, on Hopper and later."""
 SORTED_EXPERTS = {90: {"_bulk_gate_up", "_bulk_down"}}
 """Kernels of sorted pairs by compute capability."""

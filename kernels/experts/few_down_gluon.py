@@ -1,0 +1,200 @@
+"""The last product of experts for a few pairs, whose matrices wait in shared memory.
+
+A program has a few outputs of all of a token's experts. It asks for all of their rows before it
+waits for the inner values. The copies need no registers, of which the kernel before leaves few, so
+none is put off until the inner values are there. What is left then is one pass over shared memory.
+
+The experts of a token are added in the order of its choice, so a row's bits depend neither on the
+number of rows nor on that of warps. It does what `_expert_down` in few_pairs_triton.py does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from sidestep.kernels.experts.common.choice_triton import KernelChoice, chosen_experts
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import WaitingConfig
+from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import opens_early
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.routing import Routed
+
+# Triton 3.9 has these by other names than 3.6.
+_load = getattr(
+    async_copy,
+    "async_load" if hasattr(async_copy, "async_load") else "async_copy_global_to_shared",
+)
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+_memory = gl.shared_memory_descriptor
+_reinterpreted = getattr(
+    _memory, "reinterpret" if hasattr(_memory, "reinterpret") else "_reinterpret"
+)
+
+_COLUMNS = gl.constexpr(64)
+"""Columns of a step: those of eight threads, each of which loads 16 bytes."""
+
+
+@opens_early
+@gluon.jit(do_not_specialize=["T"])
+def _few_down(
+    inner,
+    weight,
+    bias,
+    ids,
+    weights,
+    out,
+    next_norm,
+    next_weighted,
+    next_squares,
+    parts,
+    logit_bias,
+    T,
+    scale,
+    tiny,
+    PARTS: gl.constexpr,
+    E: gl.constexpr,
+    WIDE: gl.constexpr,
+    NORMALISED: gl.constexpr,
+    D: gl.constexpr,
+    F: gl.constexpr,
+    CHOSEN: gl.constexpr,
+    KEPT: gl.constexpr,
+    N: gl.constexpr,
+    ADD: gl.constexpr,
+    NEXT: gl.constexpr,
+    SOME: gl.constexpr,
+    PDL: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Add N outputs of all experts of a token; arguments are as of _expert_down."""
+    dtype: gl.constexpr = inner.dtype.element_ty
+    C: gl.constexpr = _COLUMNS
+    STEPS: gl.constexpr = (F + C - 1) // C
+    WARPS: gl.constexpr = num_warps if num_warps < KEPT else KEPT
+    FULL: gl.constexpr = gl.BlockedLayout(
+        [1, N // 4, 8], [1, 4, 8], [WARPS, num_warps // WARPS, 1], [2, 1, 0]
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(2, FULL)
+    PLACES: gl.constexpr = gl.SliceLayout(1, ROWS)
+    INNER: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [num_warps, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    token = gl.program_id(0).to(gl.int64)
+    # 1. Ask for the weights. The kernel before waited for the ids or logits, so they are there.
+    place = gl.arange(0, KEPT, layout=PLACES)
+    taken = gl.minimum(place, CHOSEN - 1)
+    if PARTS > 0:
+        expert, share = chosen_experts(
+            parts, logit_bias, gl.program_id(0), taken, gl.arange(0, 32, layout=OUT), T, scale,
+            tiny, PARTS, E, WIDE, CHOSEN, NORMALISED,
+        )  # fmt: skip
+    else:
+        expert = gl.load(ids + token * CHOSEN + taken)
+        share = gl.load(weights + token * CHOSEN + taken)
+    there = place < CHOSEN
+    if SOME:
+        there = there & (expert >= 0)
+    row = gl.program_id(1) * N + gl.arange(0, N, layout=gl.SliceLayout(0, ROWS))
+    matrix = gl.where(there, expert, 0).to(gl.int64)
+    rows = matrix[:, None] * D + gl.minimum(row, D - 1)[None, :]
+    column = gl.arange(0, C, layout=gl.SliceLayout(0, gl.SliceLayout(1, FULL)))[None, None, :]
+    source = weight + rows[:, :, None] * F + column
+    kept = gl.allocate_shared_memory(
+        dtype, [STEPS, KEPT, N, C], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    for step in gl.static_range(STEPS):
+        inside = (step * C + column < F) & there[:, None, None]
+        _load(kept.index(step), source + step * C, mask=inside)
+    async_copy.commit_group()
+    columns = gl.program_id(1) * N + gl.arange(0, N, layout=OUT)
+    if NEXT:
+        norm = gl.load(next_norm + columns, mask=columns < D, other=0.0).to(gl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    # 2. Ask for the inner values.
+    values = gl.allocate_shared_memory(dtype, [STEPS, KEPT, C], LINES)
+    pair = gl.minimum(gl.arange(0, KEPT, layout=gl.SliceLayout(1, INNER)), CHOSEN - 1)
+    within = gl.arange(0, C, layout=gl.SliceLayout(0, INNER))
+    given = inner + (token * CHOSEN + pair)[:, None] * F + within[None, :]
+    for step in gl.static_range(STEPS):
+        _load(values.index(step), given + step * C, mask=(step * C + within < F)[None, :])
+    async_copy.commit_group()
+    target = out + token * D + columns
+    if ADD:
+        before = gl.load(target, mask=columns < D, other=0.0).to(gl.float32)
+    async_copy.wait_group(0)
+    _barrier()
+    # 3. Multiply. A thread reads the weights that it has copied itself.
+    acc = gl.zeros([KEPT, N, C], gl.float32, FULL)
+    for step in gl.static_range(STEPS):
+        value = values.index(step).load(gl.SliceLayout(1, FULL)).to(gl.float32)
+        acc += kept.index(step).load(FULL).to(gl.float32) * gl.expand_dims(value, 1)
+    result = gl.sum(acc, 2)
+    if bias is not None:
+        mask = there[:, None] & (row < D)[None, :]
+        result += gl.load(bias + rows, mask=mask, other=0.0).to(gl.float32)
+    result = gl.where(there[:, None], share[:, None] * result, 0.0)
+    # 4. Add the experts in order.
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    results = gl.allocate_shared_memory(gl.float32, [KEPT, N], FLAT)
+    _reinterpreted(results, gl.float32, [KEPT, N], LINES).store(result)
+    _barrier()
+    total = results.index(0).load(OUT)
+    for index in gl.static_range(1, KEPT):
+        total += results.index(index).load(OUT)
+    if ADD:
+        total += before
+    rounded = total.to(dtype)
+    gl.store(target, rounded, mask=columns < D)
+    if NEXT:
+        wide = gl.where(columns < D, rounded.to(gl.float32), 0.0)
+        gl.store(next_weighted + token * D + columns, (wide * norm).to(dtype), mask=columns < D)
+        square = next_squares + token * gl.num_programs(1) + gl.program_id(1)
+        gl.store(square, gl.sum(wide * wide, 0))
+
+
+def launch(
+    inner: Tensor,
+    down: ExpertMatrix,
+    routed: Routed | None,
+    out: Tensor,
+    norm: RmsNorm | None,
+    begun: BegunNorm | None,
+    choice: KernelChoice,
+    chosen: int,
+    config: WaitingConfig,
+    *,
+    add: bool,
+    some: bool,
+) -> None:
+    """Launch the kernel, for kernels/experts/few_pairs_triton.py."""
+    rows, width = out.shape
+    _few_down[(rows, triton.cdiv(width, config.columns))](
+        inner,
+        down.values,
+        down.bias,
+        *(routed or (None, None)),
+        out,
+        None if norm is None else norm.weight,
+        *(begun or (None, None)),
+        *choice,
+        width,
+        inner.shape[1],
+        chosen,
+        triton.next_power_of_2(chosen),
+        config.columns,
+        add,
+        begun is not None,
+        some,
+        num_warps=config.warps,
+        # Two programs share a processor's 64 Ki registers.
+        maxnreg=min(255, (64 << 10) // (2 * 32 * config.warps)),
+        **pdl(out),
+    )
