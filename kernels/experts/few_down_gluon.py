@@ -2,7 +2,7 @@
 
 A program has a few outputs of all of a token's experts. It asks for all of their rows before it
 waits for the inner values. The copies need no registers, of which the kernel before leaves few, so
-none is put off until the inner values are there. What is left then is one pass over shared memory.
+none is put off until the inner values are there. Then one pass over shared memory is left.
 
 The experts of a token are added in the order of its choice, so a row's bits depend neither on the
 number of rows nor on that of warps. It does what `_expert_down` in few_pairs_triton.py does.
@@ -38,6 +38,13 @@ _reinterpreted = getattr(
 
 _COLUMNS = gl.constexpr(64)
 """Columns of a step: those of eight threads, each of which loads 16 bytes."""
+
+
+@gluon.jit
+def _with_step(acc, kept, values, FULL: gl.constexpr):
+    """Return acc [experts, N, C] with the products of a step's weights and inner values."""
+    value = values.load(gl.SliceLayout(1, FULL)).to(gl.float32)
+    return acc + kept.load(FULL).to(gl.float32) * gl.expand_dims(value, 1)
 
 
 @opens_early
@@ -76,6 +83,7 @@ def _few_down(
     dtype: gl.constexpr = inner.dtype.element_ty
     C: gl.constexpr = _COLUMNS
     STEPS: gl.constexpr = (F + C - 1) // C
+    UNROLLED: gl.constexpr = STEPS if STEPS < 16 else 16
     WARPS: gl.constexpr = num_warps if num_warps < KEPT else KEPT
     FULL: gl.constexpr = gl.BlockedLayout(
         [1, N // 4, 8], [1, 4, 8], [WARPS, num_warps // WARPS, 1], [2, 1, 0]
@@ -133,9 +141,10 @@ def _few_down(
     _barrier()
     # 3. Multiply. A thread reads the weights that it has copied itself.
     acc = gl.zeros([KEPT, N, C], gl.float32, FULL)
-    for step in gl.static_range(STEPS):
-        value = values.index(step).load(gl.SliceLayout(1, FULL)).to(gl.float32)
-        acc += kept.index(step).load(FULL).to(gl.float32) * gl.expand_dims(value, 1)
+    for step in gl.static_range(UNROLLED):
+        acc = _with_step(acc, kept.index(step), values.index(step), FULL)
+    for step in range(UNROLLED, STEPS):
+        acc = _with_step(acc, kept.index(step), values.index(step), FULL)
     result = gl.sum(acc, 2)
     if bias is not None:
         mask = there[:, None] & (row < D)[None, :]
