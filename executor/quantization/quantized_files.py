@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from sidestep.executor.quantization.encode import encode
@@ -37,6 +39,8 @@ class QuantizedFiles(abc.ABC):
 class CheckpointMatrices:
     """Takes the matrices of a checkpoint, of which some are quantized. See Weights.matrices."""
 
+    rounds: ClassVar[bool] = False
+
     def __init__(self, spec: QuantizationSpec) -> None:
         """Read what the method's files hold."""
         self._spec = spec
@@ -57,6 +61,9 @@ class CheckpointMatrices:
             )
         return self._files.read(weights, wanted, scheme)
 
+    def together(self, weights: Weights, wanted: Sequence[Wanted]) -> None:
+        """Return None: what files hold is read one by one."""
+
     def has(self, weights: CheckpointWeights, name: str) -> bool:
         """Return whether the checkpoint has a matrix in a quantized form."""
         return self._end(weights, name) is not None
@@ -67,7 +74,9 @@ class CheckpointMatrices:
 
 
 class EncodedMatrices:
-    """Quantizes plain matrices, one by one."""
+    """Quantizes plain matrices: one by one, or small ones together."""
+
+    rounds: ClassVar[bool] = True
 
     def __init__(self, spec: QuantizationSpec) -> None:
         self._spec = spec
@@ -79,6 +88,21 @@ class EncodedMatrices:
             return None
         plain = weights.get(f"{wanted.name}.weight", wanted.shape, rows=wanted.rows)
         return part_of_columns(encode(plain, scheme, finds_zeros=self._spec.online), wanted)
+
+    def together(self, weights: Weights, wanted: Sequence[Wanted]) -> Sequence[Matrix] | None:
+        """Return matrices of 8 bits that are rounded at once; None for others.
+
+        Four bits are fitted by sums, whose last bits may depend on the number of rows.
+        """
+        first, rows = self._spec.scheme(wanted[0].name), len(wanted[0].rows)
+        alike = all(self._spec.scheme(one.name) == first for one in wanted)
+        if first is None or not alike or first.kind not in ("fp8", "int8"):
+            return None
+        if first.rows == 0 or rows % first.rows:
+            return None
+        plain = [weights.get(f"{one.name}.weight", one.shape, rows=one.rows) for one in wanted]
+        coded = encode(torch.cat(plain), first).row_parts(len(wanted))
+        return [part_of_columns(part, one) for part, one in zip(coded, wanted, strict=True)]
 
 
 def matrices_of(spec: QuantizationSpec | None) -> Matrices | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from safetensors import safe_open
@@ -54,8 +54,17 @@ class Wanted:
 class Matrices(Protocol):
     """Gives the matrices of products, of which some are quantized."""
 
+    rounds: ClassVar[bool]
+    """Whether it rounds plain ones."""
+
     def __call__(self, weights: Any, wanted: Wanted) -> Matrix | None:
         """Return the matrix; None if it is not quantized."""
+
+    def together(self, weights: Any, wanted: Sequence[Wanted]) -> Sequence[Matrix] | None:
+        """Return matrices of one shape that are rounded at once, as each would be by itself.
+
+        None where they cannot be.
+        """
 
 
 class Weights(abc.ABC):

@@ -33,6 +33,7 @@ from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
@@ -202,6 +203,7 @@ def _register_gate_up(
     gl.store(target, activated, mask=(out_pair >= 0)[None, :] & (columns < F)[:, None])
 
 
+@reads_early("ids", "parts")
 @gluon.jit(do_not_specialize=["T"])
 def _register_down(
     inner,

@@ -28,6 +28,7 @@ from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
@@ -132,6 +133,7 @@ def _coded_gate_up(
         tl.store(target, activated, mask=known[None, :] & (columns < F)[:, None])
 
 
+@reads_early("ids", "parts")
 @triton.jit(do_not_specialize=["T"])
 def _coded_down(
     inner,

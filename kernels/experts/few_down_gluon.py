@@ -21,7 +21,7 @@ from sidestep.kernels.experts.common.choice_triton import KernelChoice, chosen_e
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import WaitingConfig
 from sidestep.kernels.launch import pdl
-from sidestep.kernels.launch_order import opens_early
+from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed
 
@@ -48,6 +48,7 @@ def _with_step(acc, kept, values, FULL: gl.constexpr):
 
 
 @opens_early
+@reads_early("ids", "parts")
 @gluon.jit(do_not_specialize=["T"])
 def _few_down(
     inner,

@@ -20,7 +20,7 @@ from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs, WaitingConfig
 from sidestep.kernels.launch import has_pdl, pdl
-from sidestep.kernels.launch_order import opens_early
+from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.prefetch_triton import prefetch
@@ -118,6 +118,7 @@ def _expert_gate_up(
 
 
 @opens_early
+@reads_early("ids", "parts")
 @triton.jit(do_not_specialize=["T"])
 def _expert_down(
     inner,

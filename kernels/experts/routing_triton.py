@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch_order import completes
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
 from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
 
@@ -61,6 +62,7 @@ def _of_best_groups(ranked, experts, SIZE: tl.constexpr, GROUPS: tl.constexpr, B
     return kept
 
 
+@completes("parts")
 @triton.jit(do_not_specialize=["T"])
 def _router_product(
     x,
@@ -112,6 +114,7 @@ def _router_product(
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
+@completes("product")
 @triton.jit(do_not_specialize=["T"])
 def _router_tiles(
     x,
@@ -144,6 +147,7 @@ def _router_tiles(
     tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
+@completes("logits")
 @triton.jit
 def _router_rows(
     x,
@@ -187,6 +191,7 @@ def _router_rows(
         tl.store(normed + row * D + steps, value, mask=own)
 
 
+@completes("ids")
 @triton.jit(do_not_specialize=["T", "first"])
 def _choose_experts(
     parts,

@@ -100,6 +100,21 @@ class CodedMatrix:
         parts = self._each(lambda part: part[:, groups].contiguous())
         return replace(parts, codes=self.codes[:, codes].contiguous())
 
+    def row_parts(self, number: int) -> list[CodedMatrix]:
+        """Return equal parts, of which each lies below the one before. No scale is of two parts."""
+        rows = self.shape[0] // number
+        assert number * rows == self.shape[0] and rows % self.group[0] == 0
+        parts = []
+        for index in range(number):
+            share = index, number
+
+            def cut(part: Tensor, share: tuple[int, int] = share) -> Tensor:
+                first, end = (len(part) * one // share[1] for one in (share[0], share[0] + 1))
+                return part[first:end]
+
+            parts.append(self._each(cut))
+        return parts
+
     def padded(self, rows: int) -> CodedMatrix:
         """Return the matrix with this many more rows, of zeros."""
         if not rows:

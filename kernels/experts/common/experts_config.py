@@ -134,6 +134,7 @@ def few_configs() -> FewConfigs:
 
 _HALF_A_PROCESSOR = 113 << 10
 """Shared memory of a program of which two share a processor."""
+_LEAST_EXPERTS = 4
 _MOST_STEPS = 32
 """Steps of 64 columns that are written out one after the other."""
 
@@ -141,10 +142,11 @@ _MOST_STEPS = 32
 def waiting_config(rows: int, inner_width: int, chosen: int) -> WaitingConfig | None:
     """Return how matrices of 16 bits wait in shared memory, or None if they are too long.
 
-    The outputs of a program do not depend on the number of rows.
+    The outputs of a program do not depend on the number of rows. Warps share out a token's experts,
+    so there must be some.
     """
     kept, steps = 1 << (chosen - 1).bit_length(), -(-inner_width // 64)
-    if inner_width % 8 != 0 or steps > _MOST_STEPS:
+    if kept < _LEAST_EXPERTS or inner_width % 8 != 0 or steps > _MOST_STEPS:
         return None
     for columns in (8, 4):
         if kept * (columns + 1) * steps * 128 <= _HALF_A_PROCESSOR:

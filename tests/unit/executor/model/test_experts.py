@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from sidestep.executor.layers.experts import separate_experts
 from sidestep.executor.layers.experts.cpu_experts import CpuExperts
 from sidestep.executor.layers.experts.gpu_experts import GpuExperts, on_device
 from sidestep.executor.layers.experts.packed_experts import Matrix, unpack_experts
-from sidestep.executor.layers.experts.separate_experts import SeparateExperts
+from sidestep.executor.layers.experts.separate_experts import SeparateExperts, matrix_names
+from sidestep.executor.layers.matrix_products import stacked
 from sidestep.executor.models.decoder import DecoderForCausalLM
 from sidestep.executor.models.model_loading import find_experts
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.quantization.quantized_files import EncodedMatrices
-from sidestep.executor.weights.weight_loader import NoWeights, SafetensorsWeights, Shape
+from sidestep.executor.weights.weight_loader import (
+    DummyWeights,
+    NoWeights,
+    SafetensorsWeights,
+    Shape,
+)
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import with_whole_experts
 from sidestep.ipc.model.layer_spec import ExpertsSpec
@@ -27,6 +35,7 @@ from sidestep.ipc.model.model_size import num_parameters
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec, WeightScheme
 from sidestep.kernels.ops.routing import Routed
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from tests.counting_weights import CountingWeights
 from tests.e2e.models import FAMILIES, load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request
@@ -87,6 +96,44 @@ def test_without_memory_one_expert_stands_for_all(scheme: WeightScheme | None) -
         weights.matrices = EncodedMatrices(QuantizationSpec(method="fp8", default=scheme))
     GpuExperts(SeparateExperts(spec, 64, weights, "mlp", LoneRank(0, 1)))
     assert weights.count == 3
+
+
+@pytest.mark.parametrize("rank", [LoneRank(0, 1), RANK_1], ids=["whole", "part"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        WeightScheme(kind="fp8"),
+        WeightScheme(kind="fp8", rows=16, columns=32),
+        WeightScheme(kind="fp8", rows=24),  # the rows of an expert are no multiple
+        WeightScheme(kind="int8"),
+        WeightScheme(kind="int8", rows=0),
+        WeightScheme(kind="int4", columns=32, offset=True),
+    ],
+    ids=str,
+)
+def test_experts_that_are_rounded_together_are_as_each_by_itself(
+    scheme: WeightScheme, rank: LoneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ExpertsSpec(num_experts=5, num_chosen=2, width=64)
+    monkeypatch.setattr(separate_experts, "_AT_ONCE", 2 * 2 * 64 * 96 * 4)  # two experts
+    weights = DummyWeights(3, torch.float32, torch.device("cpu"))
+    weights.matrices = EncodedMatrices(QuantizationSpec(method="fp8", default=scheme))
+    loaded = SeparateExperts(spec, 96, weights, "mlp", rank)
+    part = rank.share(64)
+    for expert in (0, 1, 2, 3, 4, 2):
+        gate, up, down = matrix_names(spec, "mlp", expert)
+        halves = {one: weights.matrix(one, (64, 96), rows=part) for one in (gate, up)}
+        assert_same(loaded.gate_up(expert), stacked(halves))
+        assert_same(loaded.down(expert), weights.matrix(down, (96, 64), columns=part))
+
+
+def assert_same(found: object, expected: object) -> None:
+    assert isinstance(found, CodedMatrix) and isinstance(expected, CodedMatrix)
+    for one in fields(CodedMatrix):
+        a, b = getattr(found, one.name), getattr(expected, one.name)
+        if isinstance(a, Tensor) and a.dtype == torch.float8_e4m3fn:
+            a, b = a.view(torch.uint8), b.view(torch.uint8)
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b, one.name
 
 
 def pack(path: str, folder: Path) -> str:
