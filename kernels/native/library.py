@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 _FLAGS = ("-O3", "-std=gnu11", "-fopenmp", "-fPIC", "-shared", "--param=avoid-fma-max-bits=0")
-"""Tuned for AMD's Zen, GCC keeps multiplications and additions apart in some sums, and joins them in
-others of the same code: rows would differ by how many are computed together. The last option joins
-them wherever it can."""
+"""Tuned for AMD's Zen, GCC keeps multiplications and additions apart in some sums and joins them in
+others of the same code, so rows would differ by how many are computed together. The last option
+joins them wherever it can."""
 _TUNED = ("-march=native", "-mcpu=native")
 """The options that name this machine's CPU; compilers know one or the other."""
 _TIMEOUT_S = 120.0

@@ -7,6 +7,8 @@ runs them again for a CPU without wide instructions.
 
 from __future__ import annotations
 
+import ctypes
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -15,10 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.executor.attention import native_backend
 from sidestep.executor.layers import cpu_product
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.step import LogprobColumns
+from sidestep.kernels.native import library
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.paged_attention import (
     causal_mask,
@@ -249,6 +253,40 @@ def test_a_query_is_the_same_in_any_chunk_and_as_a_single_token(
 def test_a_model_gives_a_request_the_same_bits_alone_and_among_others(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
+    compare_requests(family, dtype, tmp_path)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Zen is of this family")
+def test_attention_that_is_tuned_for_another_cpu_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compilers join operations by rules of each CPU, which may differ from sum to sum."""
+
+    def tuned(source: str, dtype: torch.dtype) -> ctypes.CDLL:
+        monkeypatch.setattr(library, "_FLAGS", (*flags, "-mtune=znver3", "-mno-avx512f"))
+        built = library.load.__wrapped__(source)
+        monkeypatch.setattr(library, "_FLAGS", flags)
+        used.append(built)
+        return built
+
+    flags, used = library._FLAGS, list[ctypes.CDLL]()
+    make_runner(write_model("llama-gqa", tmp_path))  # builds all other kernels as usual
+    monkeypatch.setattr(native_backend, "library_of", tuned)
+    compare_requests("llama-gqa", torch.float32, tmp_path)
+    assert used or not native_attention()
+
+
+def native_attention() -> bool:
+    """Return whether attention in C can be built here."""
+    try:
+        library.library_of("attention.c", torch.float32)
+    except library.NoLibraryError:
+        return False
+    return True
+
+
+def compare_requests(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Compare what requests are given alone, together and in chunks."""
     runner = make_runner(write_model(family, tmp_path), dtype=str(dtype).removeprefix("torch."))
     prompts = random_prompts(14, VOCAB, longest=140)
 
