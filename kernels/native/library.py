@@ -32,6 +32,9 @@ _TIMEOUT_S = 120.0
 
 
 _folder: Path | None = None
+_failed: dict[Path, str] = {}
+"""Why libraries could not be built. A CPU may lack instructions for one that each of thousands of
+matrices would ask for, and a compiler takes a second to say so."""
 
 
 class NoLibraryError(Exception):
@@ -60,10 +63,15 @@ def load(source: str, *definitions: str) -> ctypes.CDLL:
     if _folder is None:
         raise NoLibraryError("there is no folder for libraries")
     library = _folder / f"{file.stem}-{_digest(file, compiler, flags)}.so"
+    if library in _failed:
+        raise NoLibraryError(_failed[library])
     try:
         if not library.exists():
             _build(file, compiler, flags, library)
         return ctypes.CDLL(str(library))
+    except NoLibraryError as error:
+        _failed[library] = str(error)
+        raise
     except OSError as error:
         raise NoLibraryError(f"{source} cannot be built or loaded: {error}") from error
 

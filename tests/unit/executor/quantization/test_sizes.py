@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,24 @@ class Read:
         self.numbers = self.num_bytes = 0
         for kind in (CheckpointMatrices, EncodedMatrices):
             monkeypatch.setattr(kind, "__call__", self._counting(kind.__call__))
+        monkeypatch.setattr(EncodedMatrices, "together", self._counting(EncodedMatrices.together))
 
     def _counting(self, plain: Any) -> Any:
-        def call(matrices: Any, weights: Weights, wanted: Wanted) -> Matrix | None:
-            found: Matrix | None = plain(matrices, weights, wanted)
-            if isinstance(found, CodedMatrix):
-                parts = (found.codes, found.scales, found.zeros, found.minimums)
-                self.num_bytes += sum(part.nbytes for part in parts if part is not None)
-            elif isinstance(found, Tensor):
-                self.num_bytes += found.nbytes
-            self.numbers += 0 if found is None else found.shape[0] * found.shape[1]
+        def call(matrices: Any, weights: Weights, wanted: Wanted | Sequence[Wanted]) -> Any:
+            found: Matrix | Sequence[Matrix] | None = plain(matrices, weights, wanted)
+            for one in found if isinstance(found, list) else (found,):
+                self._count(one)
             return found
 
         return call
+
+    def _count(self, found: Any) -> None:
+        if isinstance(found, CodedMatrix):
+            parts = (found.codes, found.scales, found.zeros, found.minimums)
+            self.num_bytes += sum(part.nbytes for part in parts if part is not None)
+        elif isinstance(found, Tensor):
+            self.num_bytes += found.nbytes
+        self.numbers += 0 if found is None else found.shape[0] * found.shape[1]
 
 
 def check(read: Read, path: str, ranks: int, quantization: str | None = None) -> None:
