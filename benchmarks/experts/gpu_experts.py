@@ -36,6 +36,7 @@ from sidestep.kernels.experts.common.experts_config import (
     RegisterConfigs,
     SortedConfig,
     SortedConfigs,
+    WaitingConfig,
     few_configs,
     register_configs,
 )
@@ -138,6 +139,8 @@ def few_candidates() -> Iterator[Configs]:
             if n < 16:
                 yield dataclasses.replace(default, down=one)
                 yield dataclasses.replace(default, down=dataclasses.replace(one, registers=128))
+    for n, warps in itertools.product((4, 8, 16), (4, 8)):
+        yield dataclasses.replace(default, down=WaitingConfig(n, warps))
 
 
 def register_candidates(layer: Layer) -> Iterator[Configs]:
@@ -150,7 +153,8 @@ def register_candidates(layer: Layer) -> Iterator[Configs]:
         yield dataclasses.replace(default, gate_up=RegisterConfig(warps, stages), rows=rows)
     for warps, stages in itertools.product((4, 8, 16), (1, 2, 3, 4, 6)):
         if warps >= kept:
-            yield dataclasses.replace(default, down=RegisterConfig(warps, stages))
+            for waits in (False, True) if stages == 1 else (False,):
+                yield dataclasses.replace(default, down=RegisterConfig(warps, stages, waits))
 
 
 def coded_candidates() -> Iterator[Configs]:

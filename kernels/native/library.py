@@ -32,9 +32,10 @@ _TIMEOUT_S = 120.0
 
 
 _folder: Path | None = None
-_failed: dict[Path, str] = {}
-"""Why libraries could not be built. A CPU may lack instructions for one that each of thousands of
-matrices would ask for, and a compiler takes a second to say so."""
+_failed: dict[tuple[Path | None, str, tuple[str, ...]], str] = {}
+"""Why libraries could not be built, by their folder, file and definitions. A CPU may lack
+instructions for one that each of thousands of matrices asks for, and a compiler takes a second to
+say so."""
 
 
 class NoLibraryError(Exception):
@@ -53,6 +54,9 @@ def load(source: str, *definitions: str) -> ctypes.CDLL:
 
     Raises NoLibraryError.
     """
+    asked = _folder, source, definitions
+    if asked in _failed:
+        raise NoLibraryError(_failed[asked])
     file = Path(__file__).parent / "source" / source
     if not _torch_has_gcc_threads():
         raise NoLibraryError("torch has other threads than those of GCC's OpenMP")
@@ -63,14 +67,12 @@ def load(source: str, *definitions: str) -> ctypes.CDLL:
     if _folder is None:
         raise NoLibraryError("there is no folder for libraries")
     library = _folder / f"{file.stem}-{_digest(file, compiler, flags)}.so"
-    if library in _failed:
-        raise NoLibraryError(_failed[library])
     try:
         if not library.exists():
             _build(file, compiler, flags, library)
         return ctypes.CDLL(str(library))
     except NoLibraryError as error:
-        _failed[library] = str(error)
+        _failed[asked] = str(error)
         raise
     except OSError as error:
         raise NoLibraryError(f"{source} cannot be built or loaded: {error}") from error

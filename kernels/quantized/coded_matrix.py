@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -102,18 +103,13 @@ class CodedMatrix:
 
     def row_parts(self, number: int) -> list[CodedMatrix]:
         """Return equal parts, of which each lies below the one before. No scale is of two parts."""
-        rows = self.shape[0] // number
-        assert number * rows == self.shape[0] and rows % self.group[0] == 0
-        parts = []
-        for index in range(number):
-            share = index, number
+        assert self.shape[0] % (number * self.group[0]) == 0
 
-            def cut(part: Tensor, share: tuple[int, int] = share) -> Tensor:
-                first, end = (len(part) * one // share[1] for one in (share[0], share[0] + 1))
-                return part[first:end]
+        def cut(part: Tensor, index: int) -> Tensor:
+            size = len(part) // number
+            return part[index * size : (index + 1) * size]
 
-            parts.append(self._each(cut))
-        return parts
+        return [self._each(partial(cut, index=index)) for index in range(number)]
 
     def padded(self, rows: int) -> CodedMatrix:
         """Return the matrix with this many more rows, of zeros."""
