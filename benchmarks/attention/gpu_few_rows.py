@@ -42,15 +42,15 @@ def variants(model: Model) -> dict[str, DecodeConfig]:
     """Return configurations by name; the general kernel's is the first."""
     general = replace(decode_config(model.head_dim, 2, model.heads), few=None)
     few = {
-        "32p4w2s2m3": FewConfig(),
+        "32p4w2s3m3": FewConfig(),
         "w1": FewConfig(num_warps=1),
         "w4": FewConfig(num_warps=4),
-        "s3": FewConfig(stages=3),
+        "s2": FewConfig(stages=2),
         "m1": FewConfig(min_tiles=1),
         "m4": FewConfig(min_tiles=4),
         "w4m1 32 at once": FewConfig(num_warps=4, min_tiles=1, combined=32),
-        "64p2s2": FewConfig(tile=64, programs_per_processor=2),
-        "16p8s2": FewConfig(tile=16, programs_per_processor=8),
+        "64p2s2": FewConfig(tile=64, stages=2, programs_per_processor=2),
+        "16p8s3": FewConfig(tile=16, programs_per_processor=8),
     }
     return {
         "general": general,

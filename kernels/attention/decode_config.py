@@ -13,14 +13,14 @@ class FewConfig:
     """
 
     tile: int = 32
-    stages: int = 2
+    stages: int = 3
     """Tiles of keys and values that are on their way at once."""
     num_warps: int = 2
     programs_per_processor: int = 4
     min_tiles: int = 3
     combined: int = 16
-    """Parts of a single row that a program adds up at once; of several rows it is half as many."""
-    most_rows: int = 8
+    """Parts that a program adds up at once; half as many where rows have no more than that."""
+    most_rows: int = 16
     """The most rows of a step that are few."""
     alone: FewConfig | None = None
     """The configuration of a single row, with the same tiles and programs; None for this one."""
@@ -28,6 +28,11 @@ class FewConfig:
     def of(self, rows: int) -> FewConfig:
         """Return the configuration for this many rows."""
         return self if self.alone is None or rows > 1 else self.alone
+
+    def combined_of(self, parts: int, rows: int) -> int:
+        """Return how many parts are added up at once if `rows` rows share `parts` parts."""
+        half = self.combined // 2
+        return half if parts // rows <= half else self.combined
 
 
 @dataclass(frozen=True)
@@ -117,19 +122,23 @@ def few_config(
     group = num_heads // num_kv_heads
     if itemsize != 2 or head_dim not in (64, 128, 256) or group > 16:
         return None
+    stages = _STAGES[head_dim]
     if num_heads * head_dim < _WIDE:
-        return FewConfig(min_tiles=2)
-    if group <= _SMALL_GROUP and not coded:
-        return FewConfig(alone=_BESIDE_PLAIN_PRODUCTS)
-    return FewConfig()
+        return FewConfig(min_tiles=2, stages=stages)
+    alone = _BESIDE_PLAIN_PRODUCTS if group <= _SMALL_GROUP and not coded else None
+    return FewConfig(alone=alone, stages=stages)
 
+
+_STAGES = {64: 6, 128: 3, 256: 2}
+"""Size of heads -> tiles on their way. Four programs share a processor's memory, or three of heads
+of 256."""
 
 _WIDE = 4096
 """Queries' dimensions of all heads from which on a layer is wide."""
 _SMALL_GROUP = 4
-_BESIDE_PLAIN_PRODUCTS = FewConfig(num_warps=4)
-"""For one row of Llama-3.1-8B with plain weights: whole steps are 1.5% faster than otherwise. They
-are 7% slower with weights in FP8."""
+_BESIDE_PLAIN_PRODUCTS = FewConfig(num_warps=4, stages=2)
+"""For one row of Llama-3.1-8B with plain weights: whole steps are 1.5% faster than otherwise, and
+2% slower with three stages. With weights in FP8 they are 7% slower."""
 _STAGES_OF_CODES = 4
 """Tiles of codes in shared memory, which are half as large as those of numbers."""
 _ONE_WARP, _FOUR_WARPS = 16, 32

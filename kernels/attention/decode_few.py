@@ -132,7 +132,7 @@ def decode_few(
         config.stages,
         window,
         softcap,
-        config.combined if rows == 1 else config.combined // 2,
+        config.combined_of(scratch.parts, rows),
         rope.norms is not None,
         code_format,
         num_warps=config.num_warps,

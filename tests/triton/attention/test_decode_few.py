@@ -12,7 +12,7 @@ import torch
 
 from sidestep.kernels.attention import decode_attention_triton, decode_few
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch
-from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig
+from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig, few_config
 from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.launch import has_pdl
 from tests.triton.attention.projections import check_projections
@@ -98,7 +98,7 @@ def test_groups_of_query_heads(group: int, check: Check) -> None:
     check(batch, 16)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("stages", [1, 2, 3, 6])
 @pytest.mark.parametrize("length", [64, 65, 640, 1900])
 def test_rows_of_any_number_of_parts(length: int, stages: int, check: Check) -> None:
     """Cover rows of one part, of parts of several tiles, and of more parts than are taken at once.
@@ -110,7 +110,15 @@ def test_rows_of_any_number_of_parts(length: int, stages: int, check: Check) -> 
         check(make_batch(Shape(2, 1, 128, 64), lengths, DTYPE), 40, stages=stages, launches=2)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_as_many_rows_as_take_this_kernel(dim: int, check: Check) -> None:
+    few = few_config(dim, 2, 32, 8, coded=True)
+    assert few is not None
+    lengths = Values(dim).integers(1, 1500, few.most_rows)
+    check(make_batch(Shape(4, 1, dim, 64), lengths, DTYPE), 66, stages=few.stages, launches=2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
 def test_every_launch_ends(rows: int, check: Check) -> None:
     """Launch often: a program that misses a part, while another clears it, waits for ever."""
     check(make_batch(Shape(8, 1, 128, 64), [1000] * rows, DTYPE), 60, launches=200)
