@@ -285,7 +285,7 @@ def _register_down(
     at = words, source, own, first, per_group
     if WAITS:
         memory = gl.allocate_shared_memory(gl.int32, [TURNS, N, WORDS], kept_words_layout(WORDS))
-        asked = keep_turns(at, memory, SPLIT, STEPS, TURNS, FORM)
+        asked = keep_turns(at, (source, first), memory, SPLIT, STEPS, TURNS, FORM)
     else:
         asked = ask_first(at, SPLIT, STEPS, STAGES, FORM)
     if bias is not None:

@@ -20,6 +20,7 @@ from sidestep.kernels.products.streamed_linear_gluon import scale_of, tree_layou
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.quantized.turns_gluon import (
     ask_for_line,
+    copies_of_warps,
     inputs_are_there,
     keep_turns,
     kept_words_layout,
@@ -36,6 +37,17 @@ _memory = gl.shared_memory_descriptor
 _reinterpreted = getattr(
     _memory, "reinterpret" if hasattr(_memory, "reinterpret") else "_reinterpret"
 )
+
+
+@gluon.jit
+def _rows_of_warps(
+    N, SPLIT: gl.constexpr, TURNS: gl.constexpr, layout: gl.constexpr, num_warps: gl.constexpr
+):
+    """Return which rows of W the warps read, 16 each, and the first steps of each one's columns."""
+    BN: gl.constexpr = num_warps // SPLIT * 16
+    index = gl.arange(0, num_warps * 16, layout=layout)
+    row = gl.program_id(0) * BN + index // (16 * SPLIT) * 16 + index % 16
+    return gl.minimum(row, N - 1).to(gl.int64), index // 16 % SPLIT * TURNS
 
 
 @opens_early
@@ -74,18 +86,18 @@ def _one_row_codes(
     GROUPS: gl.constexpr = num_warps // SPLIT
     BN: gl.constexpr = GROUPS * 16
     BY_ROW: gl.constexpr = gl.SliceLayout(1, words_of_warps(16, num_warps, WORDS))
+    COPIES: gl.constexpr = gl.SliceLayout(1, copies_of_warps(16, num_warps, WORDS))
     OUT: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     # 1. Ask for all weights.
-    index = gl.arange(0, num_warps * 16, layout=BY_ROW)
-    row = index // (16 * SPLIT) * 16 + index % 16
-    first = index // 16 % SPLIT * TURNS
-    read = gl.minimum(gl.program_id(0) * BN + row, N - 1)
+    read, first = _rows_of_warps(N, SPLIT, TURNS, BY_ROW, num_warps)
     per_group = (N + HEIGHT - 1) // HEIGHT
-    at = words, read.to(gl.int64) * (STEPS * WORDS), scales + read // HEIGHT, first, per_group
+    at = words, read * (STEPS * WORDS), scales + read // HEIGHT, first, per_group
+    read, first = _rows_of_warps(N, SPLIT, TURNS, COPIES, num_warps)
+    copied = read * (STEPS * WORDS), first
     memory = gl.allocate_shared_memory(
         gl.int32, [TURNS, num_warps * 16, WORDS], kept_words_layout(WORDS)
     )
-    turn_scales = keep_turns(at, memory, 1, STEPS, TURNS, FORM)
+    turn_scales = keep_turns(at, copied, memory, 1, STEPS, TURNS, FORM)
     n = gl.program_id(0) * BN + gl.arange(0, BN, layout=OUT)
     inside = n < N
     if NEXT:

@@ -66,6 +66,21 @@ def words_of_warps(rows: int, warps: int, words: int) -> gl.DistributedLinearLay
 
 
 @gluon.constexpr_function
+def copies_of_warps(rows: int, warps: int, words: int) -> gl.DistributedLinearLayout:
+    """Return the layout in which threads copy the words [warps * rows, words] of a turn.
+
+    Each warp has its own rows, as in `words_of_warps`, but eight threads copy 128 bytes of a row
+    at once, if a row has as many.
+    """
+    if words == 16:
+        return words_of_warps(rows, warps, words)
+    own = [[0, 1], [0, 2]] + [[4 << i, 0] for i in range((rows // 4).bit_length() - 1)]
+    lanes = [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]]
+    turns = [[rows << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(own, lanes, turns, [], [warps * rows, words])
+
+
+@gluon.constexpr_function
 def products_of_warps(warps: int) -> gl.NVMMADistributedLayout:
     """Return the layout of products [warps, rows, columns]."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
@@ -283,22 +298,32 @@ def kept_words_layout(words: int) -> gl.SwizzledSharedLayout:
 
 @gluon.jit
 def keep_turns(
-    place, memory, EVERY: gl.constexpr, STEPS: gl.constexpr, TURNS: gl.constexpr, FORM: gl.constexpr
+    place,
+    copied,
+    memory,
+    EVERY: gl.constexpr,
+    STEPS: gl.constexpr,
+    TURNS: gl.constexpr,
+    FORM: gl.constexpr,
 ):
     """Copy the words of all turns to shared memory [turns, N, words], and return their scales.
 
-    Other arguments are as of ask_first. A thread copies the words that it will use.
+    copied: each row's [N] first word and its warp's first step, in any layout. Where it is not that
+    of the words which a thread will use, a barrier must come before they are used. Other arguments
+    are as of ask_first.
     """
-    words, source, scales, first, per_group = place
+    words, _, scales, first, per_group = place
+    source, step_of = copied
     WORDS: gl.constexpr = words_in_step(FORM[0])
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, _parent(source.type.layout)))
     kept = no_turns()
     for turn in gl.static_range(TURNS):
-        step = gl.minimum(first + turn * EVERY, STEPS - 1)
+        step = gl.minimum(step_of + turn * EVERY, STEPS - 1)
         _load(memory.index(turn), words + (source + step * WORDS)[:, None] + word[None, :])
         scale = first
         if FORM[2] > 0:
-            scale = gl.load(scales + step * 128 // FORM[2] * per_group)
+            own = gl.minimum(first + turn * EVERY, STEPS - 1)
+            scale = gl.load(scales + own * 128 // FORM[2] * per_group)
         kept = kept + (scale,)
     async_copy.commit_group()
     return kept
