@@ -56,8 +56,9 @@ class Layers:
         m = self.model
         self.scratch = DecodeScratch(m.heads, m.kv_heads, m.head_dim, self.rows, DEVICE, config)
         self.paged.plan(config.tile, 16)
-        few = config.few is not None and self.rows <= config.few.most_rows
-        self.work = self.paged.plan_few(self.scratch) if few else None
+        few = self.scratch.few
+        taken = few is not None and self.rows <= few.most_rows
+        self.work = self.paged.plan_few(self.scratch) if taken else None
 
     def bytes(self) -> dict[str, int]:
         """Return the bytes that each kernel of a layer reads: weights, or keys and values."""

@@ -167,7 +167,7 @@ class TritonAttention(AttentionBackend):
     def _works_for(self, rows: DeviceRows, scratch: DecodeScratch) -> dict[tuple[int, int], Tensor]:
         """Return the lists to plan if the step's rows go to the kernel of few rows."""
         few = scratch.few
-        if few is None or rows.max_prompt_rows or len(rows.slots) > few.config.most_rows:
+        if few is None or rows.max_prompt_rows or len(rows.slots) > few.most_rows:
             return {}
         return self._works
 

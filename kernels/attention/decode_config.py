@@ -21,7 +21,7 @@ class FewConfig:
     combined: int = 16
     """Parts that a program adds up at once; half as many where rows have no more than that."""
     most_rows: int = 16
-    """The most rows of a step that are few."""
+    """The most rows of a step that are few, where each of them may have enough parts."""
     alone: FewConfig | None = None
     """The configuration of a single row, with the same tiles and programs; None for this one."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sidestep.kernels.attention import decode_few
+from sidestep.kernels.attention.decode_config import FewConfig
 from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
 from tests.triton.batches import Shape, make_batch
-from tests.triton.support import DTYPE, assert_margins_untouched, poisoned, unchanged
+from tests.triton.support import DEVICE, DTYPE, assert_margins_untouched, poisoned, unchanged
 
 TILE = 16
 
@@ -94,3 +96,16 @@ def test_as_many_parts_as_there_are_serve_long_rows() -> None:
 def test_too_few_parts_are_refused() -> None:
     with pytest.raises(AssertionError, match="too many rows"):
         planned([10] * 8, 15)
+
+
+@pytest.mark.parametrize(
+    ("processors", "kv_heads", "rows"),
+    [(132, 2, 16), (132, 8, 16), (132, 16, 8), (78, 8, 9), (132, 132, 1)],
+)
+def test_each_row_of_few_may_have_four_parts(
+    processors: int, kv_heads: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_few, "num_processors", lambda device: processors)
+    config = FewConfig(programs_per_processor=4, most_rows=16)
+    scratch = decode_few.FewScratch(2 * kv_heads, kv_heads, 64, DEVICE, config)
+    assert scratch.most_rows == rows
