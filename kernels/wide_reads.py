@@ -31,7 +31,11 @@ Arguments = tuple[Any, ...]
 
 @contextlib.contextmanager
 def wide_reads(matrix: Tensor) -> Iterator[None]:
-    """Let the matrix's tiles be read by 256 bytes, in what is launched meanwhile by this thread."""
+    """Let the matrix's tiles be read by 256 bytes, in what is launched meanwhile.
+
+    One thread of a process launches kernels, so no other one replaces Triton's function meanwhile.
+    A launch within a graph costs this once, when it is captured.
+    """
     # A process that only compiles has a driver without a GPU, which fills no descriptors.
     driver = getattr(triton.runtime.driver.active, "utils", None)
     name = next((name for name in _FILLERS if hasattr(driver, name)), None)

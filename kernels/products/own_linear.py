@@ -32,6 +32,7 @@ from sidestep.kernels.products.tuned.tuned_products import PRODUCTS, ROWS
 from sidestep.kernels.products.tuned.tuned_shares import SHARES
 from sidestep.kernels.products.tuned.tuned_steps import STREAMED_ALONE
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from sidestep.kernels.wide_reads import wide_reads
 
 Config = SkinnyConfig | StreamedConfig | CodedConfig | OneRowConfig
 """Configuration of a kernel. CodedConfig and OneRowConfig are for a DeviceMatrix, SkinnyConfig is
@@ -166,7 +167,8 @@ def _launch(
         if isinstance(config, StreamedConfig):
             from sidestep.kernels.products.streamed_codes_gluon import launch as launch_codes
 
-            launch_codes(x, weight, tensors, eps, flags, config)
+            with wide_reads(weight.words):
+                launch_codes(x, weight, tensors, eps, flags, config)
         elif isinstance(config, OneRowConfig):
             from sidestep.kernels.products.one_row_codes_gluon import launch as launch_one_row
 

@@ -39,7 +39,6 @@ from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
-from sidestep.kernels.wide_reads import wide_reads
 
 # Triton 3.9 has this by another name than 3.6.
 _memory = gl.shared_memory_descriptor
@@ -434,38 +433,37 @@ def launch(
     word_tiles = TensorDescriptor(
         codes, list(codes.shape), [codes.stride(0), 1], [c.block_n, words], layout
     )
-    with wide_reads(codes):
-        _streamed_codes[(tiles * c.split,)](
-            _tiles(x, rows, c.block_k),
-            word_tiles,
-            matrix.scales,
-            bias,
-            squares,
-            next_norm,
-            out,
-            weighted,
-            sums,
-            workspace.partials,
-            workspace.counters,
-            tokens,
-            num_outputs,
-            num_inputs,
-            eps,
-            out.stride(0),
-            matrix.kind,
-            width,
-            height,
-            matrix.zeros,
-            rows,
-            c.block_n,
-            c.block_k,
-            words,
-            c.stages,
-            c.split,
-            triton.next_power_of_2(
-                triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
-            ),
-            *flags,
-            num_warps=4,
-            **pdl(x),
-        )
+    _streamed_codes[(tiles * c.split,)](
+        _tiles(x, rows, c.block_k),
+        word_tiles,
+        matrix.scales,
+        bias,
+        squares,
+        next_norm,
+        out,
+        weighted,
+        sums,
+        workspace.partials,
+        workspace.counters,
+        tokens,
+        num_outputs,
+        num_inputs,
+        eps,
+        out.stride(0),
+        matrix.kind,
+        width,
+        height,
+        matrix.zeros,
+        rows,
+        c.block_n,
+        c.block_k,
+        words,
+        c.stages,
+        c.split,
+        triton.next_power_of_2(
+            triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
+        ),
+        *flags,
+        num_warps=4,
+        **pdl(x),
+    )
