@@ -24,7 +24,7 @@ from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import RUNNERS
-from sidestep.ipc.model.quantization.online import ONLINE
+from sidestep.ipc.model.quantization.online import HEAD_CHOICES, ONLINE
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
@@ -95,6 +95,13 @@ class ModelConfig(Options):
         "Form of the matrices of products. Quantized files are recognised by themselves; for plain "
         "ones, 'fp8', 'int8' or 'int4' quantizes each matrix while it is loaded.",
         choices=QUANTIZATIONS,
+    )
+    head_quantization: str = option(
+        "auto",
+        "Form of the output head where the files have it plain: 'fp8' or 'int8' rounds it while it "
+        "is loaded, 'none' keeps it. 'auto' rounds it where --quantization rounds the other "
+        "matrices: to fp8 with fp8, else to int8.",
+        choices=HEAD_CHOICES,
     )
     load_format: str = option(
         "auto",

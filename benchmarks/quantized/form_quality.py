@@ -2,7 +2,8 @@
 
 Each form is that of one or several methods (docs/quantization.md). Matrices are rounded to the
 nearest code, without data, and decoded again; `sidestep eval` then measures the plain model. Tools
-that calibrate lose less.
+that calibrate lose less. The last two forms are those that `--head-quantization` rounds the output
+head to, with plain layers.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ FORMS: dict[str, WeightScheme | None] = {
     "nf4, groups of 64": WeightScheme(kind="nf4", columns=64),
     "fp4, groups of 16": WeightScheme(kind="fp4", columns=16),
 }
+HEADS = {f"the head in {kind}": WeightScheme(kind=kind) for kind in ("fp8", "int8")}
 
 
-def write(folder: Path, scheme: WeightScheme | None) -> None:
-    """Write the model with the numbers that the codes of its layers' matrices stand for."""
+def write(folder: Path, scheme: WeightScheme | None, *, head: bool) -> None:
+    """Write the model with the numbers that codes stand for, of its layers or of its head."""
     shutil.copytree(MODEL, folder, dirs_exist_ok=True)
     weights = load_file(MODEL / "model.safetensors")
-    if scheme is not None:
+    if scheme is not None and head:
+        # The embedding, which the head equals, keeps its own numbers.
+        plain = weights["model.embed_tokens.weight"]
+        weights["lm_head.weight"] = encode(plain.float(), scheme).decoded()
+    elif scheme is not None:
         for name, weight in weights.items():
             if name.endswith("_proj.weight"):
                 matrix = encode(weight.float(), scheme, finds_zeros=True)
@@ -62,9 +68,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__))
     text = parser.parse_args().text
     plain = None
-    for name, scheme in FORMS.items():
+    for name, scheme in (FORMS | HEADS).items():
         with tempfile.TemporaryDirectory() as folder:
-            write(Path(folder), scheme)
+            write(Path(folder), scheme, head=name in HEADS)
             found = perplexity(Path(folder), text)
         plain = found if plain is None else plain
         print(f"{name:34}{found:9.4f}{100 * (found / plain - 1):8.2f} %", flush=True)

@@ -13,11 +13,15 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.quantization.encode import encode
 from sidestep.executor.weights.weight_loader import Matrix, Weights
+from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.quantization.weight_scheme import WeightScheme
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native.packing import exact_type
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
-from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack
+
+_ROUNDED_AT_ONCE = 1 << 14
+"""Rows of a head that a GPU rounds at once, so that this takes little memory."""
 
 
 class _Shard(NamedTuple):
@@ -55,13 +59,21 @@ def head_shard(
     return torch.nn.functional.pad(own, (0, 0, 0, padding)) if padding else own
 
 
-def rounded_head(shard: Matrix) -> Matrix:
-    """Return a plain head on a CPU in codes of 8 bits; return another head as it is.
+def rounded_head(shard: Matrix, scheme: WeightScheme) -> Matrix:
+    """Return a plain head in codes of 8 bits.
 
     A step reads the whole head, which has a large part of a small model's weights. A head that
-    equals the embedding is kept beside it.
+    equals the embedding is kept beside it. A CPU's kernels are fastest with int8, whatever the
+    scheme, and a head for which that gains nothing stays as it is there. Raises EngineStartError
+    for a head that the files have in codes.
     """
-    if not isinstance(shard, Tensor) or shard.device.type != "cpu":
+    if not isinstance(shard, Tensor):
+        raise EngineStartError(
+            f"head_quantization: the files have the output head in {shard.described}; leave it out"
+        )
+    if on_gpu(shard):
+        return stack([encode(part, scheme) for part in shard.split(_ROUNDED_AT_ONCE)])
+    if shard.is_meta:
         return shard
     coded = encode(shard, WeightScheme(kind="int8"))
     return coded if may_round(coded) else shard

@@ -315,8 +315,8 @@ class DecoderForCausalLM:
             else:
                 size = spec.vocab_size, spec.hidden_size
                 output = head_shard(weights, "lm_head", *size, parallel)
-            if spec.quantization is not None and spec.quantization.online:
-                output = rounded_head(output)
+            if spec.quantization is not None and spec.quantization.head is not None:
+                output = rounded_head(output, spec.quantization.head)
             self._head = VocabParallelHead(
                 output, spec.vocab_size, parallel, spec.logits_scale, spec.logits_softcap
             )

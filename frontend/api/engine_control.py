@@ -138,7 +138,12 @@ class EngineControl:
             return
         try:
             model = self._config.model
-            new = load_model_spec(folder, model.hf_overrides, quantization=model.quantization)
+            new = load_model_spec(
+                folder,
+                model.hf_overrides,
+                quantization=model.quantization,
+                head_quantization=model.head_quantization,
+            )
             if self._config.parallel.enable_expert_parallel:
                 new = with_whole_experts(new)
             cache = self._config.cache

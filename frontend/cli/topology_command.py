@@ -36,7 +36,15 @@ class TopologyReport(msgspec.Struct, frozen=True):
 def run_topology(parsed: argparse.Namespace) -> int:
     """Run `sidestep topology` and return its exit status."""
     model = ModelConfig(
-        **_given(parsed, "dtype", "revision", "max_model_len", "hf_overrides", "quantization"),
+        **_given(
+            parsed,
+            "dtype",
+            "revision",
+            "max_model_len",
+            "hf_overrides",
+            "quantization",
+            "head_quantization",
+        ),
         model=parsed.model_argument or DEFAULT_MODEL,
     )
     cache = CacheConfig(
@@ -50,7 +58,12 @@ def run_topology(parsed: argparse.Namespace) -> int:
     )
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
     path = resolve_model_path(model.model, model.revision, _FILES)
-    spec = load_model_spec(path, model.hf_overrides, quantization=model.quantization)
+    spec = load_model_spec(
+        path,
+        model.hf_overrides,
+        quantization=model.quantization,
+        head_quantization=model.head_quantization,
+    )
     if getattr(parsed, "enable_expert_parallel", False):
         spec = with_whole_experts(spec)
     spec = with_kv_cache_dtype(spec, cache.kv_cache_dtype, cache.kv_cache_dtype_skip_layers)

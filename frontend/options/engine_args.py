@@ -86,6 +86,7 @@ class EngineArgs(
             runner=self.runner,
             pooler=self.pooler_config,
             quantization=self.quantization,
+            head_quantization=self.head_quantization,
         )
         if self.enable_expert_parallel:
             spec = with_whole_experts(spec)

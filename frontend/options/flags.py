@@ -57,6 +57,7 @@ _TOPOLOGY_FLAGS = (
     "max_model_len",
     "hf_overrides",
     "quantization",
+    "head_quantization",
     "gpu_memory_utilization",
     "block_size",
     "kv_cache_dtype",

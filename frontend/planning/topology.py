@@ -160,7 +160,8 @@ def _bytes_on_cpu(spec: ModelSpec, item: int) -> int:
 
     item: bytes of a number in the run's type. Quantized weights count as their numbers.
     """
-    return item if spec.quantization else min(item, ITEM_BYTES.get(spec.dtype, item))
+    plain = spec.quantization is None or spec.quantization.is_empty
+    return min(item, ITEM_BYTES.get(spec.dtype, item)) if plain else item
 
 
 class Shard:

@@ -44,7 +44,7 @@ def weight_size(
         read += (inputs.active + inputs.vectors) * itemsize
     if stage.is_last:
         norm, head = spec.hidden_size * itemsize, _head(spec, num_ranks, itemsize, keeps_codes)
-        shared = stage.is_first and spec.tie_word_embeddings
+        shared = stage.is_first and spec.tie_word_embeddings and _rounded_head(spec) is None
         held, read = held + norm + (0 if shared else head), read + norm + head
     return WeightSize(held, int(read))
 
@@ -63,7 +63,13 @@ def _head(spec: ModelSpec, num_ranks: int, itemsize: int, keeps_codes: bool) -> 
     """Return the bytes of a rank's part of the output head, which models that pool do not have."""
     if spec.pooling is not None:
         return 0
-    scheme = (spec.quantization or _PLAIN).scheme(HEAD)
-    if scheme is None or spec.tie_word_embeddings or not keeps_codes:
+    scheme = None if spec.tie_word_embeddings else (spec.quantization or _PLAIN).scheme(HEAD)
+    scheme = scheme or _rounded_head(spec)
+    if scheme is None or not keeps_codes:
         return table_size(spec, num_ranks) * itemsize
     return scheme.num_bytes(-(-spec.vocab_size // num_ranks), spec.hidden_size, itemsize)
+
+
+def _rounded_head(spec: ModelSpec) -> WeightScheme | None:
+    """Return the form that a plain output head is rounded to; None if it stays plain."""
+    return (spec.quantization or _PLAIN).head

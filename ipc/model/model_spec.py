@@ -16,6 +16,7 @@ import msgspec
 
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.common.options import require
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.gguf.config_values import config_values
 from sidestep.ipc.model.gguf.header import files_of, gguf_in, is_gguf, read_header
@@ -23,6 +24,7 @@ from sidestep.ipc.model.hf_config import HfConfig, read_json
 from sidestep.ipc.model.layer_size import Divided
 from sidestep.ipc.model.layer_spec import LayerSpec, NormSpec, TokenInputSpec
 from sidestep.ipc.model.pooling_spec import PoolingSpec, read_pooling
+from sidestep.ipc.model.quantization.online import with_head
 from sidestep.ipc.model.quantization.weight_scheme import QuantizationSpec
 from sidestep.ipc.model.read_quantization import read_quantization
 
@@ -136,13 +138,14 @@ def load_model_spec(
     runner: str = "auto",
     pooler: Mapping[str, Any] | None = None,
     quantization: str | None = None,
+    head_quantization: str = "auto",
 ) -> ModelSpec:
     """Return the spec of the model whose config.json is in a folder.
 
     overrides: values that replace the file's fields. generation: replaces the folder's own
     generation_config.json. more_eos: tokens that end an output beside those of the files. runner,
-    pooler: see read_pooling. quantization: see read_quantization. Raises EngineStartError with one
-    line on the problem; ValidationError for a wrong override.
+    pooler: see read_pooling. quantization: see read_quantization. head_quantization: see with_head.
+    Raises EngineStartError with one line on the problem; ValidationError for a wrong override.
     """
     config = read_config(path, overrides)
     spec: ModelSpec = _reader(config.architecture)(config)
@@ -150,6 +153,9 @@ def load_model_spec(
     eos = [*_stated_eos(config, generation), *more_eos]
     pooling = read_pooling(config, runner, pooler)
     quantized = spec.quantization or read_quantization(config, quantization)
+    rounds_head = head_quantization not in ("auto", "none")
+    require(not rounds_head or pooling is None, "head_quantization", "a model that pools has none")
+    quantized = with_head(quantized, head_quantization)
     config.check_overrides()
     # A tokenizer may have tokens that the model cannot generate; masks have no bit for them.
     eos = [token for token in dict.fromkeys(eos) if token < spec.vocab_size]

@@ -255,10 +255,9 @@ def _scaled(
     tokens, outputs = len(rounded.codes), matrix.shape[0]
     config = _own_tiles(tokens, matrix, leaving=parts and bias is None)
     if config is None:
-        found = scaled_by_library(rounded, matrix, bias)
-        if out is None:
-            return found
-        return out.add_(found) if add else out.copy_(found)
+        if out is None or not add:
+            return scaled_by_library(rounded, matrix, bias, out)
+        return out.add_(scaled_by_library(rounded, matrix, bias))
     from sidestep.kernels.products.scaled_wide_gluon import launch
 
     if out is None and parts and config.split > 1 and bias is None:

@@ -45,16 +45,20 @@ def unscaled_by_library(x: QuantizedRows, matrix: DeviceMatrix) -> Tensor:
     )
 
 
-def scaled_by_library(x: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> Tensor:
+def scaled_by_library(
+    x: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor | None = None
+) -> Tensor:
     """Return x W^T + b, [T, N], in the type of the matrix's products.
 
     Columns of codes are in another order than the matrix's, which is the same for both, so that no
-    sum changes. Sums are promoted to float32 on the way: the fast ones keep 14 bits.
+    sum changes. Sums are promoted to float32 on the way: the fast ones keep 14 bits. out: memory
+    for the result.
     """
     weight = matrix.words.view(x.codes.dtype)
     if not x.codes.is_cuda and not x.codes.is_meta:
         product = (x.codes.float() * x.scales) @ (weight.float() * matrix.scales.t()).t()
-        return (product if bias is None else product + bias).to(matrix.dtype)
+        product = (product if bias is None else product + bias).to(matrix.dtype)
+        return product if out is None else out.copy_(product)
     product = torch._scaled_mm(
         x.codes,
         weight.t(),
@@ -62,5 +66,6 @@ def scaled_by_library(x: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | Non
         scale_b=matrix.scales,
         out_dtype=matrix.dtype,
         use_fast_accum=False,
+        out=out,
     )
     return product if bias is None else product.add_(bias)

@@ -65,13 +65,15 @@ def compare(path: str, limit: float = 0.01, **options: Any) -> None:
 
 @pytest.mark.parametrize("method", ["fp8", "int8", "int4"])
 def test_weights_quantized_at_load(method: str, model_folder: Path) -> None:
-    compare(write_model("llama-gqa", model_folder, **CODED_GROUPS), quantization=method)
+    path = write_model("llama-gqa", model_folder, **CODED_GROUPS)
+    compare(path, quantization=method, head_quantization="none")
 
 
 @pytest.mark.parametrize("family", EXPERTS)
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_experts_quantized_at_load(method: str, family: str, model_folder: Path) -> None:
-    compare(write_model(family, model_folder, **EXPERTS[family]), quantization=method)
+    path = write_model(family, model_folder, **EXPERTS[family])
+    compare(path, quantization=method, head_quantization="none")
 
 
 @pytest.mark.parametrize(("method", "name"), [(m, next(iter(CASES[m]))) for m in CASES])
@@ -100,6 +102,8 @@ TEXT = (Path(json.__file__).parent / "decoder.py").read_text()
         ({"quantization": "fp8"}, 0.02),
         ({"quantization": "int8"}, 0.01),
         ({"quantization": "int4"}, 0.08),
+        ({"head_quantization": "fp8"}, 0.02),
+        ({"head_quantization": "int8"}, 0.01),
         ({"kv_cache_dtype": "fp8"}, 0.02),
         ({"kv_cache_dtype": "int8"}, 0.01),
         ({"kv_cache_dtype": "int4_per_token_head"}, 0.08),

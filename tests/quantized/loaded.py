@@ -30,7 +30,11 @@ def loaded(
     """
     from sidestep.ipc.config import with_whole_experts
 
-    spec = load_model_spec(path, quantization=model.get("quantization"))
+    spec = load_model_spec(
+        path,
+        quantization=model.get("quantization"),
+        head_quantization=model.get("head_quantization", "auto"),
+    )
     args = WorkerArgs(
         rank=0,
         spec=with_whole_experts(spec) if whole_experts else spec,

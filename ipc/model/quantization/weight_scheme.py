@@ -91,6 +91,8 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoint is plain, and matrices are quantized while they are loaded."""
     fp8_kv: bool = False
     """Whether the files ask for keys and values in e4m3."""
+    head: WeightScheme | None = None
+    """Form in 8 bits that a plain output head is rounded to while it is loaded; None to keep it."""
 
     @property
     def is_empty(self) -> bool:

@@ -303,7 +303,10 @@ def test_products_of_the_library() -> None:
     rows, bias = quantize_rows(x, "fp8", grouped=False), Values(2).normal(160, dtype=half)
     product = numbers_of(rows, 300) @ given.decoded(torch.float32).double().T
     assert_close(scaled_by_library(rows, matrix, None), product)
-    assert_close(scaled_by_library(rows, matrix, bias), product + bias.double(), 8)
+    out = poisoned(70, 160, dtype=half)
+    assert scaled_by_library(rows, matrix, bias, out) is out
+    assert_close(out, product + bias.double(), 8)
+    assert_margins_untouched(out)
     unscaled = unscaled_by_library(rows, matrix).double()
     assert_close((unscaled * rows.scales * matrix.scales).to(half), product, 8)
 

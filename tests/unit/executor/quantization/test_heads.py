@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sidestep.executor.layers import vocab
 from sidestep.executor.layers.linear import Linear
+from sidestep.executor.models.weight_memory import weights_of
 from sidestep.executor.weights.weight_loader import Matrix
+from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from tests.e2e.models import write_model
 from tests.quantized.by_packages import (
     bitsandbytes_config,
     compressed,
@@ -100,3 +104,63 @@ def test_a_head_that_is_plain_stays_plain(name: str, tmp_path: Path) -> None:
     assert quantization is not None
     planned = quantization.scheme("lm_head")
     assert (planned is None) == (name != "compressed-tensors")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("options", "rounded"),
+    [
+        ({}, False),
+        ({"head_quantization": "int8"}, True),
+        ({"quantization": "fp8"}, True),
+        ({"quantization": "int4", "head_quantization": "none"}, False),
+    ],
+    ids=str,
+)
+def test_a_plain_head_is_rounded_where_the_user_wants_it(
+    options: dict[str, Any], rounded: bool, tied: bool, tmp_path: Path
+) -> None:
+    """Load a head that is large enough for a CPU's kernels of 8 bits."""
+    path = write_model("llama-gqa", tmp_path, **SIZES, vocab_size=8000, tie_word_embeddings=tied)
+    with heads() as found:
+        model = loaded(path, **options)
+    assert isinstance(found[0], CodedMatrix) == rounded
+    plain = dict(weights_of(loaded(path)))
+    for name, weight in weights_of(model).items():
+        if "embed" in name:
+            assert torch.equal(weight, plain[name]), "the embedding keeps its numbers"
+
+
+def test_rounding_a_head_of_a_quantized_model(tmp_path: Path) -> None:
+    """Round the plain head of files whose layers are in codes; refuse it where it is in codes."""
+    case = CASES["awq"]
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "coded").mkdir()
+
+    def encode(matrix: str, weight: Any) -> Any:
+        return None if matrix == "lm_head" else case.encode(matrix, weight)
+
+    changes = {**SIZES, "vocab_size": 8000}
+    plain = write(Case(case.config, encode, changes=changes), tmp_path / "plain").quantized
+    with heads() as found:
+        loaded(plain, head_quantization="fp8")
+    assert isinstance(found[0], CodedMatrix) and found[0].kind == "int8"
+    coded = write(Case(case.config, case.encode, changes=changes), tmp_path / "coded").quantized
+    with pytest.raises(EngineStartError, match="head_quantization: the files have"):
+        loaded(coded, head_quantization="fp8")
+
+
+def test_what_of_a_head_is_planned(tmp_path: Path) -> None:
+    path = write_model("llama-gqa", tmp_path, **SIZES)
+
+    def head(**options: Any) -> str | None:
+        quantization = load_model_spec(path, **options).quantization
+        found = quantization.head if quantization is not None else None
+        return found.kind if found is not None else None
+
+    assert head() is None
+    assert [head(quantization=one) for one in ("fp8", "int8", "int4")] == ["fp8", "int8", "int8"]
+    assert head(quantization="int4", head_quantization="fp8") == "fp8"
+    assert head(quantization="fp8", head_quantization="none") is None
+    with pytest.raises(ValidationError, match="head_quantization: a model that pools has none"):
+        load_model_spec(path, runner="pooling", head_quantization="int8")

@@ -64,7 +64,8 @@ class Read:
 
 def check(read: Read, path: str, ranks: int, quantization: str | None = None) -> None:
     """Assert that a planned rank has the bytes of what was read, in place of plain numbers."""
-    spec = load_model_spec(path, quantization=quantization)
+    # A CPU keeps heads as small as these.
+    spec = load_model_spec(path, quantization=quantization, head_quantization="none")
     stage = stage_of((spec.num_layers,), 0)
     plain, planned = (
         weight_size(spec, ranks, stage, FLOAT32, keeps_codes=codes).held for codes in (False, True)
@@ -95,6 +96,22 @@ def test_planned_bytes_of_what_is_quantized_while_it_loads(
     path = write_model(family, tmp_path)
     loaded(path, quantization=choice)
     check(read, path, 1, choice)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_rounded_head_is_planned_beside_an_embedding_that_it_equals(
+    tied: bool, tmp_path: Path
+) -> None:
+    path = write_model("llama-gqa", tmp_path, **SIZES, tie_word_embeddings=tied)
+    plain, rounded = (
+        weight_size(spec, 1, stage_of((spec.num_layers,), 0), FLOAT32, keeps_codes=True)
+        for spec in (load_model_spec(path, head_quantization=one) for one in ("none", "int8"))
+    )
+    spec = load_model_spec(path)
+    numbers = spec.vocab_size * spec.hidden_size
+    codes = numbers + FLOAT32 * spec.vocab_size
+    assert rounded.held - plain.held == codes - (0 if tied else FLOAT32 * numbers)
+    assert plain.read - rounded.read == FLOAT32 * numbers - codes
 
 
 def test_a_table_of_sizes_counts_codes_on_gpus_and_numbers_on_cpus(tmp_path: Path) -> None:
@@ -132,5 +149,7 @@ def test_a_table_of_sizes_counts_codes_on_gpus_and_numbers_on_cpus(tmp_path: Pat
     assert after.token_floor_ms == pytest.approx((layers + 2 * table) / 4e12 * 1e3, rel=1e-3)
     assert after.token_floor_ms < 0.55 * before.token_floor_ms
     assert after.cache_tokens > before.cache_tokens
+    rounded = size(load_model_spec(path, head_quantization="int8"), gpu, "bfloat16")
+    assert after.weight_bytes - rounded.weight_bytes == table - 4 * 128256
     on_cpu = [size(spec, cpu, "float32").weight_bytes for spec in (plain, fp8)]
     assert on_cpu == [2 * 8_030_261_248, 4 * 8_030_261_248]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers import cpu_product
+from sidestep.executor.layers import cpu_product, vocab
 from sidestep.executor.layers.cpu_product import CpuProduct
 from sidestep.executor.layers.layouts import native_layouts, rounding_layouts
 from sidestep.executor.layers.layouts.layout import operator
@@ -22,6 +22,10 @@ from sidestep.executor.layers.layouts.native_matrices import Kernel, kernel_of
 from sidestep.executor.layers.layouts.rounding_layouts import LARGEST, eights, may_round
 from sidestep.executor.layers.vocab import rounded_head
 from sidestep.executor.models.weight_memory import weight_bytes
+from sidestep.executor.quantization.encode import encode
+from sidestep.ipc.common.errors import EngineStartError
+from sidestep.ipc.model.quantization.online import ONLINE
+from sidestep.kernels.gpu import Gpu, like_gpu
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, Codes, pack_halves
 
 ROWS, COLUMNS = 520, 1100
@@ -213,12 +217,31 @@ def test_a_cpu_that_cuts_sums_off_has_no_such_product(monkeypatch: pytest.Monkey
 
 def test_a_large_plain_head_on_a_cpu_is_rounded() -> None:
     plain = torch.randn(ROWS, COLUMNS)
-    head = rounded_head(plain)
+    head = rounded_head(plain, ONLINE["fp8"])
     assert isinstance(head, CodedMatrix) and head.kind == "int8"
     error = torch.linalg.vector_norm(head.decoded(torch.float32) - plain)
     assert error <= 0.02 * torch.linalg.vector_norm(plain)
 
 
-def test_other_heads_stay_as_they_are() -> None:
-    for head in (torch.randn(257, 60), torch.empty(ROWS, COLUMNS, device="meta"), coded("nf4", 64)):
-        assert rounded_head(head) is head
+def test_small_heads_and_those_without_memory_stay_as_they_are() -> None:
+    for head in (torch.randn(257, 60), torch.empty(ROWS, COLUMNS, device="meta")):
+        assert rounded_head(head, ONLINE["int8"]) is head
+
+
+@pytest.mark.parametrize("choice", ["fp8", "int8"])
+def test_a_gpu_rounds_any_head_some_rows_at_a_time(
+    choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocab, "_ROUNDED_AT_ONCE", 100)
+    plain = torch.randn(257, 64)
+    with like_gpu(Gpu(90, 132), "cpu"):
+        head = rounded_head(plain, ONLINE[choice])
+    whole = encode(plain, ONLINE[choice])
+    assert isinstance(head, CodedMatrix) and head.described == whole.described
+    assert head.activations == whole.activations
+    assert torch.equal(head.decoded(torch.float32), whole.decoded(torch.float32))
+
+
+def test_a_head_in_codes_is_not_rounded_again() -> None:
+    with pytest.raises(EngineStartError, match="head_quantization: the files have .* nf4"):
+        rounded_head(coded("nf4", 64), ONLINE["int8"])
