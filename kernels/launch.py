@@ -52,3 +52,16 @@ def num_processors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors, or 2 if kernels are interpreted on a CPU."""
     gpu = gpu_of(device)
     return gpu.processors if gpu is not None else 2
+
+
+def cdiv(amount: int, size: int) -> int:
+    """Return the number of parts of a size that hold an amount.
+
+    Triton's own function, which kernels may call too, takes the host some microseconds.
+    """
+    return -(-amount // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least a number."""
+    return 1 << max(0, number - 1).bit_length()

@@ -30,6 +30,7 @@ from sidestep.kernels.attention.decode_config import config_of
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.launch import next_power_of_2
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
@@ -111,7 +112,7 @@ class TritonAttention(AttentionBackend):
             )
             for queries in setup.queries
         }
-        many = triton.next_power_of_2(max(_FEW_ROWS, setup.max_rows))
+        many = next_power_of_2(max(_FEW_ROWS, setup.max_rows))
         self._plans = {
             (window, size): (
                 torch.zeros(size, dtype=torch.int32, device=setup.device),

@@ -34,7 +34,7 @@ from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_few import FewScratch, decode_few
 from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
-from sidestep.kernels.launch import has_pdl, num_processors, pdl
+from sidestep.kernels.launch import has_pdl, next_power_of_2, num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
 
 LOWEST = tl.constexpr(-3.0e38)
@@ -62,12 +62,10 @@ class DecodeScratch:
         assert 1 <= queries <= MOST_QUERIES
         self.config, self.queries = config, queries
         self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
-        group = triton.next_power_of_2(num_heads // num_kv_heads * queries)
+        group = next_power_of_2(num_heads // num_kv_heads * queries)
         # Each program has two parts: of the row it begins within, and of the row it ends within.
         slots = self.parts * num_kv_heads * 2
-        self.partial = torch.empty(
-            slots, group, max(16, triton.next_power_of_2(head_dim)), device=device
-        )
+        self.partial = torch.empty(slots, group, max(16, next_power_of_2(head_dim)), device=device)
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
         self.memory = self.partial, self.stats, self.counters
@@ -425,7 +423,7 @@ def decode_attention(
     memory, numbers, numbers_stride, code_format = parts_of(cache)
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
-    padded, wide = triton.next_power_of_2(group * queries), max(16, triton.next_power_of_2(dim))
+    padded, wide = next_power_of_2(group * queries), max(16, next_power_of_2(dim))
     warps, min_tiles, chunk = config.num_warps, config.min_tiles, padded
     elements = config.combined
     if queries > 1:
@@ -436,7 +434,7 @@ def decode_attention(
         # A thread combines as many elements as with one query.
         elements = elements * warps // config.num_warps
         chunk = min(padded, elements // (2 * wide))
-    combined = max(2, min(32, elements // (chunk * triton.next_power_of_2(dim))))
+    combined = max(2, min(32, elements // (chunk * next_power_of_2(dim))))
     cos, sin, norms, eps = (
         (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
     )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.common.scores_triton import LOG2_E
 from sidestep.kernels.attention.decode_codes_gluon import _decode_codes
 from sidestep.kernels.attention.decode_config import DecodeConfig
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import has_pdl, next_power_of_2, pdl
 
 _FORMATS, _DIMS, _MOST_HEADS = ("fp8", "int8"), (64, 128), 16
 _ALIGNED = 64
@@ -64,7 +63,7 @@ def decode_codes(
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
     group, slots_of = num_heads // kv_heads, partial.shape[0]
-    padded, parts = triton.next_power_of_2(group), slots_of // twice_kv_heads
+    padded, parts = next_power_of_2(group), slots_of // twice_kv_heads
     codes = cache.codes.view(torch.int32)
     # A thread combines this many numbers of parts at once.
     combined = 64 * 32 * config.num_warps // (padded * dim)

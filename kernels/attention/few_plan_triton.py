@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
 
 COLUMNS = 8
@@ -124,7 +124,7 @@ def plan_few(
         len(seq_lens),
         block_tables.stride(0),
         parts,
-        triton.next_power_of_2(parts),
+        next_power_of_2(parts),
         tile,
         page,
         window,

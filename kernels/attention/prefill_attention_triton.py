@@ -23,7 +23,7 @@ from sidestep.kernels.attention.common.kv_codes_triton import (
     times_scales,
 )
 from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import cdiv, has_pdl, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 
 
@@ -361,8 +361,8 @@ def prefill_attention(
     kv_heads = twice_kv_heads // 2
     group = num_heads // kv_heads
     tokens = config.tokens(group)
-    rows = max(config.rows, triton.next_power_of_2(group))
-    grid = (kv_heads, triton.cdiv(max_tokens, tokens) + max_rows)
+    rows = max(config.rows, next_power_of_2(group))
+    grid = (kv_heads, cdiv(max_tokens, tokens) + max_rows)
     # With narrow heads the copies would have less than the hardware moves at once.
     memory, numbers, numbers_stride, code_format = parts_of(cache)
     bulk = (
@@ -401,7 +401,7 @@ def prefill_attention(
         kv_heads,
         group,
         dim,
-        max(16, triton.next_power_of_2(dim)),
+        max(16, next_power_of_2(dim)),
         page,
         rows,
         config.keys,

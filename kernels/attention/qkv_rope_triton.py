@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_of, store_coded
 from sidestep.kernels.attention.common.scores_triton import bounded
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 
 
@@ -233,11 +233,11 @@ def qkv_rope(
     """
     _, twice_kv_heads, page, dim = cache.shape
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
-    half = triton.next_power_of_2(dim // 2)
-    per_program = min(triton.next_power_of_2(heads), max(1, 512 // half))
+    half = next_power_of_2(dim // 2)
+    per_program = min(next_power_of_2(heads), max(1, 512 // half))
     q_weight, k_weight = norms if norms is not None else (cos, cos)
     memory, numbers, numbers_stride, code_format = parts_of(cache)
-    _qkv_rope[(tokens, triton.cdiv(heads, per_program))](
+    _qkv_rope[(tokens, cdiv(heads, per_program))](
         qkv,
         positions,
         slot_mapping,

@@ -19,7 +19,7 @@ from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.gpu import gpu_of
-from sidestep.kernels.launch import num_processors, pdl
+from sidestep.kernels.launch import cdiv, num_processors, pdl
 
 _ALIGNED = 16
 """Bytes of which the copy engine's rows are a multiple."""
@@ -203,7 +203,7 @@ def multiply_bulk(
         [inner_width * width, width, 1],
         [1 if c.swapped else 2, c.columns, step],
     )
-    _bulk_gate_up[_programs(tiles, triton.cdiv(inner_width, c.columns), c, x)](
+    _bulk_gate_up[_programs(tiles, cdiv(inner_width, c.columns), c, x)](
         x,
         w_tiles,
         gate_up.bias,
@@ -232,7 +232,7 @@ def multiply_bulk(
         [1, c.columns, step],
     )
     inner_tiles = TensorDescriptor(inner, list(inner.shape), [inner_width, 1], [m, step])
-    _bulk_down[_programs(tiles, triton.cdiv(width, c.columns), c, x)](
+    _bulk_down[_programs(tiles, cdiv(width, c.columns), c, x)](
         inner_tiles,
         w_tiles,
         down.bias,

@@ -16,7 +16,6 @@ forms.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -32,7 +31,7 @@ from sidestep.kernels.experts.common.choice_triton import (
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
@@ -354,9 +353,9 @@ def multiply_from_registers(
     choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
     (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
     inner, c = x.new_empty(rows * chosen, inner_width), configs.gate_up
-    turns = triton.cdiv(triton.cdiv(width, STEP), c.warps)
+    turns = cdiv(cdiv(width, STEP), c.warps)
     pairs = rows * chosen
-    _register_gate_up[(pairs, triton.cdiv(inner_width, configs.rows // 2))](
+    _register_gate_up[(pairs, cdiv(inner_width, configs.rows // 2))](
         x,
         gate_up.words,
         gate_up.scales,
@@ -370,7 +369,7 @@ def multiply_from_registers(
         gate_up.num_experts,
         chosen,
         configs.rows,
-        triton.next_power_of_2(max(pairs, gate_up.num_experts, 32)) if rows > 1 else 0,
+        next_power_of_2(max(pairs, gate_up.num_experts, 32)) if rows > 1 else 0,
         turns,
         min(c.stages, turns),
         gate_up.coding,
@@ -378,10 +377,10 @@ def multiply_from_registers(
         num_warps=c.warps,
         **pdl(x),
     )
-    c, kept = configs.down, triton.next_power_of_2(chosen)
+    c, kept = configs.down, next_power_of_2(chosen)
     split = max(1, c.warps // kept)
-    turns = triton.cdiv(triton.cdiv(inner_width, STEP), split)
-    tiles = triton.cdiv(width, _ROWS.value)
+    turns = cdiv(cdiv(inner_width, STEP), split)
+    tiles = cdiv(width, _ROWS.value)
     begun = room_to_begin(norm, out, tiles)
     _register_down[(rows, tiles)](
         inner,

@@ -27,7 +27,7 @@ from sidestep.kernels.experts.common.experts_config import CodedConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
@@ -292,9 +292,9 @@ def _gate_up(
     (rows, width), c = x.shape, configs.gate_up
     inner_width, pairs = gate_up.num_rows // 2, rows * chosen
     inner = x.new_empty(pairs, inner_width)
-    few = triton.next_power_of_2(max(pairs, gate_up.num_experts)) if rows > 1 else 0
+    few = next_power_of_2(max(pairs, gate_up.num_experts)) if rows > 1 else 0
     places = pairs if experts is None else len(experts)
-    _coded_gate_up[(places, triton.cdiv(inner_width, c.rows // 2))](
+    _coded_gate_up[(places, cdiv(inner_width, c.rows // 2))](
         x,
         gate_up.words,
         gate_up.scales,
@@ -334,7 +334,7 @@ def multiply_sorted_codes(
     inner = _gate_up(x, chosen, gate_up, tiles.order, tiles.experts, activation, configs)
     (pairs, inner_width), width, c = inner.shape, x.shape[1], configs.down
     results = x.new_empty(pairs, width)
-    _coded_sorted_down[(len(tiles.experts), triton.cdiv(width, c.rows))](
+    _coded_sorted_down[(len(tiles.experts), cdiv(width, c.rows))](
         inner,
         down.words,
         down.scales,
@@ -379,9 +379,9 @@ def multiply_few_codes(
     (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
     flat = None if ids is None else ids.view(-1)
     inner = _gate_up(x, chosen, gate_up, None, flat, activation, configs, choice)
-    c, kept = configs.down, triton.next_power_of_2(chosen)
+    c, kept = configs.down, next_power_of_2(chosen)
     columns = max(1, c.rows // kept)
-    tiles = triton.cdiv(width, columns)
+    tiles = cdiv(width, columns)
     begun = room_to_begin(norm, out, tiles)
     _coded_down[(rows, tiles)](
         inner,

@@ -10,7 +10,6 @@ number of rows nor on that of warps. It does what `_expert_down` in few_pairs_tr
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -20,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from sidestep.kernels.experts.common.choice_triton import KernelChoice, chosen_experts
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import WaitingConfig
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed
@@ -186,7 +185,7 @@ def launch(
 ) -> None:
     """Launch the kernel, for kernels/experts/few_pairs_triton.py."""
     rows, width = out.shape
-    _few_down[(rows, triton.cdiv(width, config.columns))](
+    _few_down[(rows, cdiv(width, config.columns))](
         inner,
         down.values,
         down.bias,
@@ -198,7 +197,7 @@ def launch(
         width,
         inner.shape[1],
         chosen,
-        triton.next_power_of_2(chosen),
+        next_power_of_2(chosen),
         config.columns,
         add,
         begun is not None,

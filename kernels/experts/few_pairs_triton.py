@@ -19,7 +19,7 @@ from sidestep.kernels.experts.common.choice_triton import (
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs, WaitingConfig
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import cdiv, has_pdl, next_power_of_2, pdl
 from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
@@ -248,7 +248,7 @@ def multiply_few(
     (rows, width), chosen, inner_width = x.shape, routed.chosen, gate_up.num_rows // 2
     inner, kind = x.new_empty(rows * chosen, inner_width), pdl(x)
     c = configs.gate_up
-    _expert_gate_up[(rows * chosen, triton.cdiv(inner_width, c.columns))](
+    _expert_gate_up[(rows * chosen, cdiv(inner_width, c.columns))](
         x,
         gate_up.values,
         gate_up.bias,
@@ -267,7 +267,7 @@ def multiply_few(
         **kind,
     )
     last = configs.down
-    begun = room_to_begin(norm, out, triton.cdiv(width, last.columns))
+    begun = room_to_begin(norm, out, cdiv(width, last.columns))
     if isinstance(last, WaitingConfig):
         # Not every version of Triton has its language.
         from sidestep.kernels.experts.few_down_gluon import launch
@@ -275,7 +275,7 @@ def multiply_few(
         given = routed if isinstance(routed, Routed) else None
         launch(inner, down, given, out, norm, begun, choice, chosen, last, add=add, some=some)
         return begun
-    _expert_down[(rows, triton.cdiv(width, last.columns))](
+    _expert_down[(rows, cdiv(width, last.columns))](
         inner,
         down.values,
         down.bias,
@@ -288,7 +288,7 @@ def multiply_few(
         width,
         inner_width,
         chosen,
-        triton.next_power_of_2(chosen),
+        next_power_of_2(chosen),
         last.columns,
         last.step,
         last.stages,

@@ -15,7 +15,7 @@ from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import SortedConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def multiply_grouped(
     pairs, kind = rows * chosen, pdl(x)
     inner = x.new_empty(pairs, inner_width)
     c = configs.gate_up
-    _grouped_gate_up[(len(tiles.experts), triton.cdiv(inner_width, c.columns))](
+    _grouped_gate_up[(len(tiles.experts), cdiv(inner_width, c.columns))](
         x,
         gate_up.values,
         gate_up.bias,
@@ -164,7 +164,7 @@ def multiply_grouped(
     )
     results = x.new_empty(pairs, width)
     c = configs.down
-    _grouped_down[(len(tiles.experts), triton.cdiv(width, c.columns))](
+    _grouped_down[(len(tiles.experts), cdiv(width, c.columns))](
         inner,
         down.values,
         down.bias,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
 from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
@@ -329,25 +329,25 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
     """Return the parts of the product; see Undecided."""
     (rows, width), outputs, kind = x.shape, weight.shape[0], pdl(x)
     # Rows of whole 16 bytes, so that a thread loads four numbers at once.
-    wide = triton.cdiv(outputs, 4) * 4
+    wide = cdiv(outputs, 4) * 4
     summed = 0 if norming is None else norming.squares.shape[1]
-    sums = summed, triton.next_power_of_2(max(1, summed))
+    sums = summed, next_power_of_2(max(1, summed))
     operands = x, weight, *((None, None, None, 0.0) if norming is None else norming)
     alone, tiled = rows <= _SINGLE_ROWS, norming is None and rows >= _TILED_ROWS
-    num_parts = 1 if alone or tiled else triton.cdiv(width, _STEP)
+    num_parts = 1 if alone or tiled else cdiv(width, _STEP)
     parts = x.new_empty(num_parts, rows, wide, dtype=torch.float32)
     if rows == 0:
         return parts
     if alone:
-        share = triton.cdiv(width, outputs * _ALIGNED) * _ALIGNED
-        filled = triton.next_power_of_2(width)
+        share = cdiv(width, outputs * _ALIGNED) * _ALIGNED
+        filled = next_power_of_2(width)
         _router_rows[(outputs, rows)](
             *operands, parts, width, wide, filled, share, *sums, num_warps=4, **kind
         )
         return parts
     if tiled:
-        columns = min(_TILE_COLUMNS, max(_COLUMNS, triton.next_power_of_2(outputs)))
-        _router_tiles[(triton.cdiv(rows, _MANY_ROWS), triton.cdiv(outputs, columns))](
+        columns = min(_TILE_COLUMNS, max(_COLUMNS, next_power_of_2(outputs)))
+        _router_tiles[(cdiv(rows, _MANY_ROWS), cdiv(outputs, columns))](
             x,
             weight,
             parts,
@@ -364,7 +364,7 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
         )
         return parts
     at_once = _FEW_ROWS if rows <= 4 * _FEW_ROWS else _MANY_ROWS
-    grid = triton.cdiv(rows, at_once), triton.cdiv(outputs, _COLUMNS), num_parts
+    grid = cdiv(rows, at_once), cdiv(outputs, _COLUMNS), num_parts
     tile = at_once, _COLUMNS, _STEP
     _router_product[grid](
         *operands, parts, rows, width, outputs, wide, *tile, *sums, num_warps=4, **kind
@@ -401,8 +401,8 @@ def decided(undecided: Undecided) -> Routed:
         choice.groups,
         choice.chosen_groups,
         len(own),
-        triton.next_power_of_2(experts),
-        triton.next_power_of_2(undecided.chosen),
+        next_power_of_2(experts),
+        next_power_of_2(undecided.chosen),
         num_warps=1,
         **pdl(parts),
     )

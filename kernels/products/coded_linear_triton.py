@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
@@ -308,7 +308,7 @@ def launch(
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     gated = flags[-1]
-    tiles, row_tiles = triton.cdiv(num_outputs, c.block_n), triton.cdiv(tokens, c.rows)
+    tiles, row_tiles = cdiv(num_outputs, c.block_n), cdiv(tokens, c.rows)
     if c.split > 1:
         shared = tiles * row_tiles
         sums_left = shared * c.split * c.block_n * c.rows * (1 + gated)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sidestep.kernels.launch import has_pdl, num_processors, pdl
+from sidestep.kernels.launch import cdiv, has_pdl, num_processors, pdl
 from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.tuned.tuned_gated import GATED
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
@@ -205,8 +205,8 @@ def gated_gemm(x: Tensor, weight: Tensor, *, config: GatedConfig | None = None) 
     num_outputs = weight.shape[0] // 2
     c = config or default_config(tokens)
     out = torch.empty(tokens, num_outputs, dtype=x.dtype, device=x.device)
-    row_tiles = triton.cdiv(tokens, c.block_m)
-    tiles = row_tiles * triton.cdiv(num_outputs, c.block_n)
+    row_tiles = cdiv(tokens, c.block_m)
+    tiles = row_tiles * cdiv(num_outputs, c.block_n)
     programs = min(tiles, num_processors(x.device) * c.programs)
     bulk = c.bulk and _can_be_bulk(x, weight)
     x_tiles, w_tiles = x, weight

@@ -7,13 +7,12 @@ one program share out the columns, whose sums so need no other program.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.streamed_config import OneRowConfig
 from sidestep.kernels.products.streamed_linear_gluon import scale_of, tree_layout, tree_sum
@@ -164,8 +163,8 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     assert tokens == 1 and not gated
     height, width = matrix.group
-    turns = triton.cdiv(triton.cdiv(num_inputs, STEP), c.split)
-    _one_row_codes[(triton.cdiv(num_outputs, c.block_n),)](
+    turns = cdiv(cdiv(num_inputs, STEP), c.split)
+    _one_row_codes[(cdiv(num_outputs, c.block_n),)](
         x,
         matrix.words,
         matrix.scales,

@@ -17,10 +17,10 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 
 from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.launch import cdiv
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.products import coded_linear_triton as coded
 from sidestep.kernels.products import skinny_linear_triton as skinny
@@ -129,7 +129,7 @@ def add_own_linear(
         if norm is None
         else BegunNorm(
             x.new_empty(tokens, num_outputs),
-            x.new_empty(tokens, triton.cdiv(num_outputs, config.block_n), dtype=torch.float32),
+            x.new_empty(tokens, cdiv(num_outputs, config.block_n), dtype=torch.float32),
         )
     )
     _launch(x, weight, bias, None, 0.0, residual, norm, begun, False, config, add=True)

@@ -13,7 +13,6 @@ as 256.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -25,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.scaled_config import ScaledConfig
@@ -284,8 +283,8 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape[-2:], x.codes.shape[1]
     leave = out.dim() == 3
     assert not leave or (len(out) == c.split and bias is None and not add)
-    tiles = triton.cdiv(num_outputs, c.block_n)
-    row_tiles = triton.cdiv(tokens, c.rows + c.more)
+    tiles = cdiv(num_outputs, c.block_n)
+    row_tiles = cdiv(tokens, c.rows + c.more)
     if c.split > 1 and not leave:
         shared = tiles * row_tiles
         assert shared <= MOST_TILES, f"{c}"

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
@@ -334,7 +334,7 @@ def launch(
     """
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
-    grid = (triton.cdiv(num_outputs, c.block_n),)
+    grid = (cdiv(num_outputs, c.block_n),)
     if not c.tensor_cores:
         _gemv[grid](
             x,

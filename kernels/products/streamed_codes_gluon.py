@@ -11,7 +11,6 @@ wide, are applied to each tile's product.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -23,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_config import StreamedConfig, padded
@@ -421,7 +420,7 @@ def launch(
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     rows, gated = padded(tokens), flags[-1]
-    tiles, words = triton.cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
+    tiles, words = cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
     assert words == 32 and c.block_n == 64
     if c.split > 1:
         sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
@@ -460,9 +459,7 @@ def launch(
         words,
         c.stages,
         c.split,
-        triton.next_power_of_2(
-            triton.cdiv(triton.cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)
-        ),
+        next_power_of_2(cdiv(cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)),
         *flags,
         num_warps=4,
         **pdl(x),

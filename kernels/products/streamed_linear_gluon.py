@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.launch_order import opens_early
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, workspace_of
 from sidestep.kernels.products.streamed_config import (
@@ -313,7 +313,7 @@ def launch(
     bias, squares, next_norm, out, weighted, sums = tensors
     (tokens, num_outputs), num_inputs = out.shape, weight.shape[1]
     rows, gated = padded(tokens), flags[-1]
-    tiles = triton.cdiv(num_outputs, c.block_n)
+    tiles = cdiv(num_outputs, c.block_n)
     assert rows <= MAX_ROWS and num_inputs % ALIGNED == 0, (
         f"{tuple(x.shape)} by {tuple(weight.shape)}"
     )

@@ -12,7 +12,6 @@ rows are applied at the end.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.products.streamed_config import WideConfig
 from sidestep.kernels.products.streamed_linear_gluon import _barrier, _bulk_load, _sum_of, _tiles
@@ -350,7 +349,7 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     assert matrix.in_word == 8 or c.step == STEP, "a row of a tile has at most 128 bytes"
     words = c.step // matrix.in_word
-    tiles, row_tiles = triton.cdiv(num_outputs, c.block_n), triton.cdiv(tokens, c.rows + c.more)
+    tiles, row_tiles = cdiv(num_outputs, c.block_n), cdiv(tokens, c.rows + c.more)
     if c.split > 1:
         shared = tiles * row_tiles
         assert shared <= MOST_TILES, f"{c}"

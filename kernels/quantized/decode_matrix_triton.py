@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
@@ -70,7 +70,7 @@ def decode_matrix(matrix: DeviceMatrix) -> Tensor:
     rows, columns = matrix.shape
     out = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device)
     height, width = matrix.group
-    _decode_matrix[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, STEP))](
+    _decode_matrix[(cdiv(rows, _ROWS), cdiv(columns, STEP))](
         matrix.words,
         matrix.scales,
         matrix.minimums,

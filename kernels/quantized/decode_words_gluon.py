@@ -7,13 +7,12 @@ decode_matrix_triton.py otherwise.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.quantized.decoding_gluon import decoded, words_layout
 from sidestep.kernels.quantized.decoding_triton import without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -74,7 +73,7 @@ def decode_words(matrix: DeviceMatrix) -> Tensor:
     out = torch.empty(rows, columns, dtype=matrix.dtype, device=matrix.device)
     height, width = matrix.group
     words = STEP // matrix.in_word
-    _decode_words[(triton.cdiv(columns, STEP), triton.cdiv(rows, _ROWS))](
+    _decode_words[(cdiv(columns, STEP), cdiv(rows, _ROWS))](
         matrix.words,
         matrix.scales,
         out,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import has_pdl, next_power_of_2, pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
@@ -211,7 +211,7 @@ def quantize_rows(
     codes = torch.empty(tokens, filled, dtype=ROUNDED[kind], device=x.device)
     groups = -(-columns // STEP) if grouped else 1
     scales = torch.empty(tokens, groups, dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(filled)
+    block = next_power_of_2(filled)
     _quantize_rows[(tokens,)](
         x,
         added,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import has_pdl, pdl
+from sidestep.kernels.launch import cdiv, has_pdl, pdl
 from sidestep.kernels.ops.rms_norm import QuantizedRows
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
@@ -110,8 +110,8 @@ def scaled_product(
     height, width = matrix.group
     # Older GPUs have less shared memory, and need registers for both operands.
     rows, stages = (128, 4) if has_pdl(out.device) else (64, 3)
-    row_tiles = triton.cdiv(tokens, rows)
-    tiles = triton.cdiv(outputs, _COLUMNS // (1 + gated))
+    row_tiles = cdiv(tokens, rows)
+    tiles = cdiv(outputs, _COLUMNS // (1 + gated))
     weight = matrix.words.view(x.codes.dtype)
     _scaled_product[(tiles * row_tiles,)](
         x.codes,

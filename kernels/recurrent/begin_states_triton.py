@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 from sidestep.kernels.launch_order import completes
 
 _BLOCK = 128
@@ -73,7 +73,7 @@ def begin_states(
     the settled tokens of the slot's last row; read and written. width: state rows of a state.
     """
     rows = slots.shape[0]
-    _begin_states[(triton.cdiv(rows, _BLOCK),)](
+    _begin_states[(cdiv(rows, _BLOCK),)](
         header,
         slots,
         starts,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.recurrent.row_tiles_triton import find_tile
 from sidestep.kernels.recurrent.state_rows import FEW_TOKENS, StateRows
 
@@ -110,7 +110,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
     tokens, channels = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     num_rows, kernel = len(rows.state_in), weight.shape[1]
-    grid = (tokens // _TOKENS + num_rows, triton.cdiv(channels, _CHANNELS))
+    grid = (tokens // _TOKENS + num_rows, cdiv(channels, _CHANNELS))
     _causal_conv[grid](
         x,
         weight,
@@ -129,7 +129,7 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, rows: StateRows) -> Te
         kernel,
         _TOKENS,
         _CHANNELS,
-        triton.next_power_of_2(num_rows),
+        next_power_of_2(num_rows),
         FEW_TOKENS,
         num_warps=4,
         **pdl(x),

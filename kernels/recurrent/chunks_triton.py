@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.recurrent.delta_tokens_triton import (
     log_decay,
     offset_of,
@@ -319,7 +319,7 @@ def compute_chunks(
     """
     _, heads, key_dim, value_dim = state.shape
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
-    keys, values = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+    keys, values = (max(16, next_power_of_2(dim)) for dim in (key_dim, value_dim))
     tokens, num_rows = len(qkv), len(rows.state_in)
     written = qkv.new_empty(tokens, heads, value_dim)
     read = qkv.new_empty(tokens, heads, key_dim)
@@ -331,12 +331,12 @@ def compute_chunks(
     common: dict[str, Any] = {
         "TOKENS": CHUNK,
         "FEW": FEW_TOKENS,
-        "ROWS": triton.next_power_of_2(num_rows),
+        "ROWS": next_power_of_2(num_rows),
         "PRECISION": "tf32x3" if qkv.dtype == float32 else "tf32",
         **pdl(qkv),
     }
     num_saves = len(rows.save_rows)
-    saves = triton.next_power_of_2(num_saves) if num_saves else 0
+    saves = next_power_of_2(num_saves) if num_saves else 0
     _chunk_systems[(rows.max_chunks, heads)](
         qkv,
         ba,
@@ -363,7 +363,7 @@ def compute_chunks(
         **common,
     )
     columns = min(_COLUMNS, values)
-    parts = triton.cdiv(value_dim, columns)
+    parts = cdiv(value_dim, columns)
     _chunk_scan[(rows.max_long_rows, heads, parts)](
         qkv,
         written,

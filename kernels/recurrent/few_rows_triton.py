@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 from sidestep.kernels.recurrent.causal_conv_triton import inputs_at
 from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
@@ -302,7 +302,7 @@ def compute_few_rows(
     qkv, count = projected.qkv, len(rows.state_in)
     key_heads = (qkv.shape[1] - heads * value_dim) // (2 * key_dim)
     assert count * key_heads <= _MOST_COUNTERS
-    keys, columns = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    keys, columns = next_power_of_2(key_dim), next_power_of_2(value_dim)
     _few_rows[(count, heads)](
         *projected,
         weights.conv,
@@ -331,7 +331,7 @@ def compute_few_rows(
         keys,
         columns,
         weights.conv.shape[1],
-        triton.next_power_of_2(1 + rows.max_drafts),
+        next_power_of_2(1 + rows.max_drafts),
         FEW_TOKENS,
         num_warps=max(1, min(16, keys * columns // 2048)),
         **pdl(qkv),

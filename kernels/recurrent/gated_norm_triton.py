@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.recurrent.state_rows import FEW_TOKENS, StateRows
 
 _ELEMENTS = 1024
@@ -65,9 +65,9 @@ def gated_rms_norm(
     x and out are contiguous; see the reference.
     """
     tokens, dim, num_rows = len(x), len(weight), len(rows.state_in)
-    heads, width = x.shape[1] // dim, triton.next_power_of_2(dim)
-    some = min(triton.next_power_of_2(heads), max(1, _ELEMENTS // width))
-    _gated_rms_norm[(tokens, triton.cdiv(heads, some))](
+    heads, width = x.shape[1] // dim, next_power_of_2(dim)
+    some = min(next_power_of_2(heads), max(1, _ELEMENTS // width))
+    _gated_rms_norm[(tokens, cdiv(heads, some))](
         x,
         weight,
         gate,
@@ -81,7 +81,7 @@ def gated_rms_norm(
         some,
         width,
         FEW_TOKENS,
-        triton.next_power_of_2(num_rows),
+        next_power_of_2(num_rows),
         num_warps=4,
         **pdl(x),
     )

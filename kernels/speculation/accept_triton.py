@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import next_power_of_2, pdl
 from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
 
 
@@ -125,7 +125,7 @@ def accept(
         out.ids.stride(0),
         out.sizes.stride(0),
         LIMIT=limit,
-        BLOCK=triton.next_power_of_2(limit + 1),
+        BLOCK=next_power_of_2(limit + 1),
         num_warps=1,
         **pdl(sampled),
     )

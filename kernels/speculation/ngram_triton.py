@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.ops.speculation import DraftTables
 
 _TILE = 1024
@@ -33,7 +33,7 @@ _ALL_PROGRAMS = 2048
 def _num_programs(rows: int, longest: int) -> int:
     """Return the number of programs of a row; their tiles alternate."""
     share = max(4, _ALL_PROGRAMS // rows)
-    return min(_MOST_PROGRAMS, share, triton.cdiv(longest, _TILE))
+    return min(_MOST_PROGRAMS, share, cdiv(longest, _TILE))
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def look_up_drafts(
         tables.drafts.stride(0),
         tables.tokens.stride(0),
         LIMIT=limit,
-        BLOCK=triton.next_power_of_2(limit),
+        BLOCK=next_power_of_2(limit),
         num_warps=1,
         **pdl(slots),
     )

@@ -47,7 +47,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.sums.peer_memory_triton import NUM_BUFFERS, PeerMemory, aligned, space_of
 from sidestep.kernels.sums.pushed_sum_triton import _pushed, can_push
@@ -285,11 +285,11 @@ def sum_parts(
     )
     ranks = len(memory.addresses)
     normed = hidden if norm is None else torch.empty_like(hidden)
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     kernel, most = _KERNELS[config.kind], rows
     areas: tuple[int, ...] = ()
     if config.kind == "two_shot":
-        most = triton.cdiv(rows, ranks)
+        most = cdiv(rows, ranks)
     elif config.kind == "pushed":
         assert can_push(ranks, rows, width * hidden.element_size()), f"{hidden.shape} among {ranks}"
         areas = (memory.offset(NUM_BUFFERS), memory.area_bytes)

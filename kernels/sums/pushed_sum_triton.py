@@ -32,6 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sidestep.kernels.launch import next_power_of_2
 from sidestep.kernels.sums.peer_memory_triton import MAX_PROGRAMS, MOST_PUSHED_BYTES, space_of
 
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
@@ -48,7 +49,7 @@ def can_push(ranks: int, rows: int, row_bytes: int) -> bool:
     return (
         row_bytes % 4 == 0
         and rows * row_bytes <= MOST_PUSHED_BYTES
-        and 2 * max(ranks, 4) * triton.next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
+        and 2 * max(ranks, 4) * next_power_of_2(row_bytes) <= _MOST_POLLED_BYTES
     )
 
 

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.launch import cdiv, next_power_of_2
+
 
 # The stride of layers depends on the number of blocks; as int64 it needs one kernel for any number.
 @triton.jit
@@ -33,8 +35,8 @@ def _copy_blocks(
 def copy_blocks(caches: Tensor, sources: Tensor, targets: Tensor) -> None:
     """Copy blocks as kernels.ops.block_copy.copy_blocks does."""
     layers = caches.shape[0]
-    block = min(8192, triton.next_power_of_2(caches.stride(1)))
-    grid = (len(sources), layers, triton.cdiv(caches.stride(1), block))
+    block = min(8192, next_power_of_2(caches.stride(1)))
+    grid = (len(sources), layers, cdiv(caches.stride(1), block))
     if len(sources):
         _copy_blocks[grid](
             caches, sources, targets, caches.stride(0), caches.stride(1), block, num_warps=8

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.launch import next_power_of_2
 from sidestep.kernels.launch_order import completes
 
 HEADER = 16
@@ -454,12 +455,12 @@ def prepare_step(
         layout.block_ids,
         HEADER,
         words,
-        triton.next_power_of_2(words),
+        next_power_of_2(words),
         tables.max_total,
         block_size,
         len(tables.block_tables),
         256,
         queries,
-        triton.next_power_of_2(queries),
+        next_power_of_2(queries),
         num_warps=2,
     )

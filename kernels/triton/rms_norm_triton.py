@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import next_power_of_2, pdl
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x, [T, D]. x is [T, D] with contiguous rows."""
     rows, size = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _rms_norm[(rows,)](
         x,
         weight,

@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.launch import cdiv, next_power_of_2
 from sidestep.kernels.triton.sampling_filters_triton import (
     count_before,
     filter_and_race,
@@ -100,7 +101,7 @@ class Taken(NamedTuple):
 
 def scratch_size(rows: int, vocab: int) -> int:
     """Return the int32 elements of scratch that sample_tokens needs for logits [rows, vocab]."""
-    return rows * (3 * triton.next_power_of_2(triton.cdiv(vocab, _TILE)) + 2 * _CAPACITY)
+    return rows * (3 * next_power_of_2(cdiv(vocab, _TILE)) + 2 * _CAPACITY)
 
 
 def sample_tokens(
@@ -140,11 +141,11 @@ def sample_tokens(
             f"scratch has {scratch.numel()} elements, {rows} rows need {scratch_size(rows, vocab)}"
         )
     low_bits = _LOW_BITS[logits.dtype]
-    tiles = triton.cdiv(vocab, _TILE)
+    tiles = cdiv(vocab, _TILE)
     options = {
         "WORDS": parameters.stride(0),
         "PLACES": tuple(words),
-        "TILES": triton.next_power_of_2(tiles),
+        "TILES": next_power_of_2(tiles),
         "TILE": _TILE,
         **({"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}),
     }

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, pdl
 
 _BLOCK = 512
 """Numbers of a program."""
@@ -36,6 +36,6 @@ def _sigmoid_mul(
 def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
     """Multiply x [T, N] with the sigmoid of gate [T, N], whose rows are contiguous, in place."""
     rows, width = x.shape
-    _sigmoid_mul[(rows, triton.cdiv(width, _BLOCK))](
+    _sigmoid_mul[(rows, cdiv(width, _BLOCK))](
         x, gate, x.stride(0), gate.stride(0), width, _BLOCK, num_warps=4, **pdl(x)
     )

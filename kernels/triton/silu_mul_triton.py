@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 
 
 @triton.jit
@@ -39,8 +39,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up, [T, F], for contiguous gate_up [T, 2 F]."""
     rows, width = gate_up.shape
     out = gate_up.new_empty(rows, width // 2)
-    block = min(1024, triton.next_power_of_2(width // 2))
-    _silu_mul[(rows, triton.cdiv(width // 2, block))](
+    block = min(1024, next_power_of_2(width // 2))
+    _silu_mul[(rows, cdiv(width // 2, block))](
         gate_up, out, width // 2, block, num_warps=4, **pdl(out)
     )
     return out

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.launch import cdiv
+
 _BLOCK = 1024
 
 
@@ -34,6 +36,6 @@ def mask_tokens(logits: Tensor, marks: Tensor, words: Tensor) -> None:
     dependent launch: it starts when the kernels before it have ended.
     """
     rows, vocab_size = logits.shape
-    _mask_tokens[(rows, triton.cdiv(vocab_size, _BLOCK))](
+    _mask_tokens[(rows, cdiv(vocab_size, _BLOCK))](
         logits, marks, words, vocab_size, logits.stride(0), words.stride(0), _BLOCK, num_warps=4
     )

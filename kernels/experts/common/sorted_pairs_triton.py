@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.launch import pdl
+from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.ops.routing import Routed
 
 _AT_ONCE = 1024
@@ -145,9 +145,9 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile.
     """
     pairs, kind = ids.numel(), pdl(ids)
-    tiles = triton.cdiv(pairs, in_tile) + min(pairs, num_experts)
-    shares = min(_SHARES.value, triton.cdiv(pairs, _AT_ONCE))
-    share = triton.cdiv(triton.cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
+    tiles = cdiv(pairs, in_tile) + min(pairs, num_experts)
+    shares = min(_SHARES.value, cdiv(pairs, _AT_ONCE))
+    share = cdiv(cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
     counts, order, experts, used = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
         for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1)
@@ -164,7 +164,7 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         share,
         tiles,
         num_experts,
-        triton.next_power_of_2(num_experts),
+        next_power_of_2(num_experts),
         in_tile,
         _AT_ONCE,
         num_warps=4,
@@ -176,7 +176,7 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
 def combine_pairs(results: Tensor, routed: Routed, out: Tensor, *, add: bool, some: bool) -> None:
     """Write each token's weighted sum of its pairs' results [T * k, D] to out [T, D], or add it."""
     (rows, width), chosen = out.shape, routed.ids.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _combine[(rows, triton.cdiv(width, block))](
+    block = min(1024, next_power_of_2(width))
+    _combine[(rows, cdiv(width, block))](
         results, *routed, out, width, chosen, block, add, some, num_warps=4, **pdl(out)
     )
