@@ -56,6 +56,7 @@ from sidestep.executor.sampling.prompt_logprobs import PromptTokens
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32, StepInput, StepMasks
+from sidestep.kernels.quick_launch import launch_quickly
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 
 
@@ -94,6 +95,7 @@ class GpuRunner(StepOrder[GpuStep]):
         super().__init__(args)
         device = pick_device(args)
         torch.cuda.set_device(device)
+        launch_quickly()
         setup = self._setup = GpuSetup(args, device)
         self._stage = setup.stage
         parallel = Parallel(
