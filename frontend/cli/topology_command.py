@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -36,26 +37,9 @@ class TopologyReport(msgspec.Struct, frozen=True):
 def run_topology(parsed: argparse.Namespace) -> int:
     """Run `sidestep topology` and return its exit status."""
     model = ModelConfig(
-        **_given(
-            parsed,
-            "dtype",
-            "revision",
-            "max_model_len",
-            "hf_overrides",
-            "quantization",
-            "head_quantization",
-        ),
-        model=parsed.model_argument or DEFAULT_MODEL,
+        **_given(parsed, ModelConfig) | {"model": parsed.model_argument or DEFAULT_MODEL}
     )
-    cache = CacheConfig(
-        **_given(
-            parsed,
-            "block_size",
-            "gpu_memory_utilization",
-            "kv_cache_dtype",
-            "kv_cache_dtype_skip_layers",
-        )
-    )
+    cache = CacheConfig(**_given(parsed, CacheConfig))
     machine = imagined(this_machine(), parsed.gpus, parsed.gpu_memory, parsed.bandwidth)
     path = resolve_model_path(model.model, model.revision, _FILES)
     spec = load_model_spec(
@@ -115,8 +99,10 @@ def imagined(
     )
 
 
-def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
-    return {name: getattr(parsed, name) for name in names if hasattr(parsed, name)}
+def _given(parsed: argparse.Namespace, section: type[ModelConfig | CacheConfig]) -> dict[str, Any]:
+    """Return the fields of a section of options that were given as flags."""
+    names = [field.name for field in fields(section) if hasattr(parsed, field.name)]
+    return {name: getattr(parsed, name) for name in names}
 
 
 def _dtype(model: ModelConfig, spec: ModelSpec, machine: Machine) -> str:
