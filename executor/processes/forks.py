@@ -7,6 +7,7 @@ have no context on a GPU, and no other threads that hold locks.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from concurrent.futures import Executor, Future
@@ -26,6 +27,8 @@ class Forks(Executor):
         self._locks = Locks()
         self._results = os.memfd_create("results")
         """A line of each fork: a file, or what went wrong."""
+        # Forks share the place where they write. Only lines that are appended overwrite no others.
+        fcntl.fcntl(self._results, fcntl.F_SETFL, os.O_APPEND)
 
     def submit(self, compilation: Compilation, /, *_: Any, **__: Any) -> Future[Any]:
         """Compile in a fork, once fewer than `num_processes` run.

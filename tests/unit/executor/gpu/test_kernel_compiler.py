@@ -44,12 +44,20 @@ def fail():
 def hang():
     print("hangs", flush=True)
     time.sleep(1000)
-forks = Forks(2)
+forks = Forks(64)
 def die():
     os.kill(os.getpid(), 9)
-tasks = {"good": lambda: kernel("a"), "fail": fail, "hang": hang, "die": die}
+reader, writer = os.pipe()
+def together():
+    os.close(writer)
+    os.read(reader, 1)  # until all have been forked
+    return kernel("a")
+tasks = {
+    "good": lambda: kernel("a"), "fail": fail, "hang": hang, "die": die, "together": together
+}
 for what in sys.argv[1:]:
     forks.submit(tasks[what])
+os.close(writer)
 print(forks.finish())
 """
 
@@ -82,6 +90,14 @@ def test_forks_name_what_they_made() -> None:
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.read() == f"{['/cache/a.json'] * 3}\n"
     process.communicate()
+
+
+def test_no_result_is_lost_where_forks_end_together() -> None:
+    for _ in range(10):
+        process = start(*["together"] * 64)
+        assert process.stdin is not None and process.stdout is not None
+        assert process.stdout.read() == f"{['/cache/a.json'] * 64}\n"
+        process.communicate()
 
 
 @pytest.mark.parametrize(
