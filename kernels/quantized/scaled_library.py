@@ -20,6 +20,11 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
+def _like_product(x: QuantizedRows, matrix: DeviceMatrix) -> Tensor:
+    """Return a product without memory. Not every version of torch has one of `_scaled_mm`."""
+    return x.codes.new_empty(len(x.codes), matrix.shape[0], dtype=matrix.dtype)
+
+
 def suits_library(matrix: DeviceMatrix) -> bool:
     """Return whether the library multiplies this matrix with rows in 8 bits."""
     return matrix.rounded == "fp8" and matrix.group[1] == 0 and matrix.shape[0] % _ALIGNED == 0
@@ -32,8 +37,10 @@ def unscaled_by_library(x: QuantizedRows, matrix: DeviceMatrix) -> Tensor:
     of e4m3 fit into bfloat16, but not into float16.
     """
     assert matrix.dtype == torch.bfloat16
+    if x.codes.is_meta:
+        return _like_product(x, matrix)
     weight = matrix.words.view(x.codes.dtype)
-    if not x.codes.is_cuda and not x.codes.is_meta:
+    if not x.codes.is_cuda:
         return (x.codes.float() @ weight.float().t()).to(matrix.dtype)
     return torch._scaled_mm(
         x.codes,
@@ -54,8 +61,10 @@ def scaled_by_library(
     sum changes. Sums are promoted to float32 on the way: the fast ones keep 14 bits. out: memory
     for the result.
     """
+    if x.codes.is_meta:
+        return _like_product(x, matrix) if out is None else out
     weight = matrix.words.view(x.codes.dtype)
-    if not x.codes.is_cuda and not x.codes.is_meta:
+    if not x.codes.is_cuda:
         product = (x.codes.float() * x.scales) @ (weight.float() * matrix.scales.t()).t()
         product = (product if bias is None else product + bias).to(matrix.dtype)
         return product if out is None else out.copy_(product)

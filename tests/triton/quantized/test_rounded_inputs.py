@@ -292,6 +292,20 @@ def test_programs_that_share_a_tile_run_at_once(leaving: bool) -> None:
     assert {(128, 0), (128, 64), (64, 32), (64, 0)} == found
 
 
+def test_products_of_the_library_without_memory() -> None:
+    """Kernels are compiled ahead with such tensors, and not every torch knows this product."""
+    matrix = DeviceMatrix.of(matrix_of(CHANNEL, 160, 300, torch.bfloat16))
+    matrix = replace(matrix, words=matrix.words.to("meta"), scales=matrix.scales.to("meta"))
+    rows = QuantizedRows(
+        torch.empty(600, 384, dtype=torch.float8_e4m3fn, device="meta"),
+        torch.empty(600, 1, device="meta"),
+    )
+    out = torch.empty(600, 160, dtype=torch.bfloat16, device="meta")
+    assert scaled_by_library(rows, matrix, None, out) is out
+    for made in (scaled_by_library(rows, matrix, None), unscaled_by_library(rows, matrix)):
+        assert (made.shape, made.dtype, made.is_meta) == (out.shape, out.dtype, True)
+
+
 def test_products_of_the_library() -> None:
     half = torch.bfloat16
     x = Values(1).normal(70, 300, dtype=half)
