@@ -26,6 +26,7 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from sidestep.kernels.cuda import launcher
 from sidestep.kernels.gpu import Gpu, stand_for
 
 _knowing = threading.Lock()
@@ -49,7 +50,7 @@ def compiling_only(compiler: Executor) -> Iterator[None]:
     know_triton()
     JITFunction.run = compile_only
     try:
-        with triton.AsyncCompileMode(compiler):
+        with triton.AsyncCompileMode(compiler), launcher.compiling_only():
             yield
     finally:
         JITFunction.run = run

@@ -158,7 +158,7 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
     found.update(repr(sorted(triton_environment().items())).encode())
     here = Path(__file__).resolve().parents[1]
     for folder in (here, here.parent / "kernels"):
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted([*folder.rglob("*.py"), *folder.rglob("*.cu*")]):
             found.update(file.read_bytes())
     return found.hexdigest()
 

@@ -39,6 +39,8 @@ class Coding(NamedTuple):
     """Columns that share a scale, 128 for a step's word of scales; 0 where a row has one scale."""
     zeros: bool
     """Whether scales have zeros in their lowest four bits."""
+    rounds: bool = False
+    """Whether many rows of inputs may be rounded to e4m3, each 128 columns with a scale."""
 
 
 class ExpertCodes(NamedTuple):
@@ -82,7 +84,7 @@ class ExpertCodes(NamedTuple):
             matrix = rounded_to_bytes(matrix)
         matrix = _with_rows_of_its_own(with_simple_groups(matrix))
         rows, height = matrix.shape[0], matrix.group[0]
-        if rows % height:
+        if rows % height or (matrix.kind == "fp8" and matrix.group[1] >= matrix.shape[1]):
             matrix, height = matrix.with_row_scales(), 1
         if matrix.kind == "int4" and matrix.zeros is None:
             filled = torch.full_like(matrix.scales, MIDDLE, dtype=torch.uint8)
@@ -94,7 +96,8 @@ class ExpertCodes(NamedTuple):
             # rows that share its scale become NaN.
             parts = scales.unflatten(1, (-1, height))
             scales = parts[..., 0] + 0 * parts.sum(-1)
-        coding = Coding(matrix.kind, height, found.group[1], found.zeros)
+        rounds = matrix.kind == matrix.activations == "fp8" and matrix.input_scale is None
+        coding = Coding(matrix.kind, height, found.group[1], found.zeros, rounds)
         return cls(found.words, bias, scales, coding)
 
     @classmethod

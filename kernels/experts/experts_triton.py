@@ -4,8 +4,9 @@ A pair is a token and one of its experts. For a few pairs, each is multiplied by
 (few_pairs_triton.py), or by those of its expert where experts are in codes (coded_few_gluon.py,
 coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs_triton.py). Then
 a tile is multiplied at once: by bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk
-copy engine cannot be used, or by coded_pairs_triton.py where experts are in codes. A last kernel
-adds each token's results.
+copy engine cannot be used, or by coded_pairs_triton.py where experts are in codes. For many pairs
+on a Hopper GPU, clusters of processors do it (clustered_pairs.py). A last kernel adds
+each token's results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -20,12 +21,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sidestep.kernels.cuda.compiler import compiles
+from sidestep.kernels.cuda.launcher import runs_or_compiles
 from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
+from sidestep.kernels.experts.clustered_pairs import multiply_many, takes
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
     BulkConfigs,
+    ClusterConfigs,
     CodedConfigs,
     FewConfigs,
     RegisterConfigs,
@@ -51,6 +56,8 @@ Activation = tuple[bool, float | None, float | None]
 """Whether it is GELU, and alpha and limit of a clamp."""
 Configs = FewConfigs | SortedConfigs | BulkConfigs
 InCodes = CodedConfigs | RegisterConfigs
+_LEAST_OF_CLUSTERS, _LEAST_CODES_OF_CLUSTERS = 64, 48
+"""Pairs of an expert, on average, from which on clusters multiply numbers in 16 bits, and codes."""
 _MOST_WIDTH = 5 << 10
 """Inputs of eight pairs that the shared memory of all GPUs from Hopper on has room for."""
 
@@ -76,7 +83,7 @@ def multiply_experts(
     few: bool | None = None,
     some: bool = False,
     norm: RmsNorm | None = None,
-    configs: Configs | InCodes | None = None,
+    configs: Configs | InCodes | ClusterConfigs | None = None,
 ) -> BegunNorm | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
@@ -94,6 +101,14 @@ def multiply_experts(
     few = few_pairs(rows, chosen, down.num_experts) if few is None else few
     activation = gelu, *(clamped or (None, None))
     begun = norm if x.dtype == torch.bfloat16 else None
+    if configs is None and not few and _suits_clusters(x, rows * chosen, gate_up, down):
+        configs = ClusterConfigs()
+    if isinstance(configs, ClusterConfigs):
+        known = decided(routed) if isinstance(routed, Undecided) else routed
+        tiles = sort_pairs(known.ids, down.num_experts, configs.pairs)
+        results = multiply_many(x, chosen, tiles, gate_up, down, activation)
+        combine_pairs(results, known, out, add=add, some=some)
+        return None
     if isinstance(gate_up, ExpertCodes):
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
         coded = configs or configs_in_codes(x, chosen, gate_up, down, few=few)
@@ -135,6 +150,18 @@ def multiply_experts(
             results = multiply_grouped(*sorted_pairs, found)
     combine_pairs(results, routed, out, add=add, some=some)
     return None
+
+
+def _suits_clusters(
+    x: Tensor, pairs: int, gate_up: ExpertMatrix | ExpertCodes, down: ExpertMatrix | ExpertCodes
+) -> bool:
+    """Return whether clusters multiply as many pairs of these experts."""
+    codes = isinstance(gate_up, ExpertCodes)
+    least = _LEAST_CODES_OF_CLUSTERS if codes else _LEAST_OF_CLUSTERS
+    gpu = gpu_of(x.device)
+    hopper = gpu is not None and gpu.capability == 90 and runs_or_compiles(x)
+    many = pairs >= least * down.num_experts and x.dtype != torch.float32
+    return many and hopper and takes(gate_up, down) and compiles()
 
 
 def configs_in_codes(

@@ -74,6 +74,14 @@ class BulkConfigs:
 
 
 @dataclass(frozen=True)
+class ClusterConfigs:
+    """Sorted pairs that clusters of processors multiply (kernels/experts/clustered_pairs.py)."""
+
+    pairs: int = 128
+    """Pairs of a tile."""
+
+
+@dataclass(frozen=True)
 class FewConfigs:
     """Configurations of both products."""
 

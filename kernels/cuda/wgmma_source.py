@@ -1,0 +1,31 @@
+"""The C++ of one instruction of Hopper's tensor cores, which names each of its operands."""
+
+from __future__ import annotations
+
+
+def wgmma_source(columns: int, kind: str, inputs: int) -> str:
+    """Return functions that begin a product of 64 x `inputs` and `inputs` x `columns` numbers.
+
+    kind: PTX's name of the numbers' type. Their sums are in float32, `columns / 2` in each thread.
+    """
+    count = columns // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    places = ", ".join(f'"+f"(sum[{i}])' for i in range(count))
+    held = " ".join(f'asm volatile("" : "+f"(sum[{i}]) :: "memory");' for i in range(count))
+    shape = f"m64n{columns}k{inputs}.f32.{kind}.{kind}"
+    transposed = "" if kind in ("e4m3", "e5m2") else ", 0, 0"
+    return f"""#pragma once
+// Begins sum = x w, or sum += x w if `more`.
+__device__ __forceinline__ void multiply(float (&sum)[{count}], u64 x, u64 w, int more) {{
+    asm volatile(
+        "{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"
+        " wgmma.mma_async.sync.aligned.{shape} {{{sums}}},"
+        " %{count}, %{count + 1}, p, 1, 1{transposed}; }}"
+        : {places} : "l"(x), "l"(w), "r"(more));
+}}
+
+// Keeps the compiler from moving the sums over this place.
+__device__ __forceinline__ void hold(float (&sum)[{count}]) {{
+    {held}
+}}
+"""

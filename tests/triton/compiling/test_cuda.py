@@ -1,0 +1,57 @@
+"""Kernels in CUDA C++ compile for Hopper without a GPU, fit it, and are kept on disk."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from triton import knobs
+
+from sidestep.kernels.cuda import compiler
+from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
+from sidestep.kernels.experts import clustered_pairs
+from sidestep.kernels.experts.clustered_pairs import Form
+
+pytestmark = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
+FORMS = [
+    Form(torch.bfloat16, eight, row_scales, bias, 8, gated, activation if gated else SILU)
+    for SILU in [(False, None, None)]
+    for eight, row_scales, bias, gated, activation in itertools.product(
+        (False, True), (False, True), (False, True), (False, True), (SILU, (False, 1.702, 7.0))
+    )
+    if eight or not row_scales
+]
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+
+
+@pytest.mark.parametrize("form", sorted(set(FORMS), key=str), ids=str)
+def test_threads_have_enough_registers(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers that do not suffice make a loop slower, and the compiler only says so."""
+    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
+    said: list[str] = []
+    code = clustered_pairs.compiled(form, log=said.append)
+    assert code[:4] == b"\x7fELF"
+    (stack,) = re.findall(r"(\d+) bytes stack frame", "".join(said))
+    # Biases beside scales of rows are rare in files.
+    assert int(stack) <= (192 if form.row_scales and form.bias else 64)
+    assert "serialized" not in "".join(said), "products would wait for one another"
+
+
+def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMS[0]
+    first = clustered_pairs.compiled(form)
+    assert [path.suffix for path in (tmp_path / "cuda").iterdir()] == [".cubin"]
+    monkeypatch.setattr(compiler, "_compile", None)
+    assert clustered_pairs.compiled(form) == first
+
+
+def test_an_error_says_what_the_compiler_says() -> None:
+    with pytest.raises(CudaCompileError, match=r"expert_products\.cu.*identifier"):
+        cubin("expert_products", {}, {"wgmma.cuh": ""})

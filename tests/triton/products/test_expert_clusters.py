@@ -1,0 +1,261 @@
+"""Products of experts by clusters of a Hopper GPU against float64; and which experts they take."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from sidestep.kernels import gpu
+from sidestep.kernels.cuda.compiler import compiles
+from sidestep.kernels.experts import experts_triton
+from sidestep.kernels.experts.clustered_pairs import PAIRS, multiply_many, takes
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
+from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.quantized.coded_matrix import CodedMatrix
+from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
+from tests.triton.support import (
+    DEVICE,
+    DTYPE,
+    PoisonedAllocations,
+    Values,
+    assert_close,
+    guarded,
+    int32,
+    needs_gpu,
+    unchanged,
+)
+
+needs_compiler = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
+SILU = (False, None, None)
+BLOCKS, ROWS = Form("fp8", 128, 128), Form("fp8", WHOLE)
+
+
+class Sizes(NamedTuple):
+    rows: int
+    chosen: int
+    experts: int
+    width: int
+    inner: int
+
+
+SIZES = [
+    Sizes(1, 1, 2, 64, 64),
+    Sizes(700, 2, 8, 256, 128),
+    # Parts of steps and of tiles; and all pairs of one expert but a few.
+    Sizes(300, 2, 4, 200, 72),
+    Sizes(500, 1, 3, 328, 200),
+    Sizes(1500, 4, 16, 640, 384),
+]
+
+
+def choice(values: Values, sizes: Sizes) -> Tensor:
+    """Return experts of each row: many of the last one, and some that are not here."""
+    ids = int32([values.different(sizes.chosen, sizes.experts) for _ in range(sizes.rows)])
+    if sizes.chosen > 1:
+        ids[::3, 0] = -1
+        ids[1::3, 1] = sizes.experts - 1
+    return ids
+
+
+def activated(
+    gate: Tensor, up: Tensor, activation: tuple[bool, float | None, float | None]
+) -> Tensor:
+    gelu, alpha, limit = activation
+    if alpha is not None and limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        return gate * (gate * alpha).sigmoid() * up
+    if gelu:
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return gate * gate.sigmoid() * up
+
+
+def rounded(x: Tensor) -> Tensor:
+    """Return rows with each 128 numbers in e4m3 with a scale."""
+    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
+    scales = filled.abs().amax(-1, keepdim=True).clamp(1e-30).float() / 448
+    codes = (filled.float() / scales).to(torch.float8_e4m3fn)
+    numbers: Tensor = (codes.double() * scales.double()).flatten(1)
+    return numbers[:, : x.shape[1]]
+
+
+def exact(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: list[Tensor],
+    down: list[Tensor],
+    biases: tuple[Tensor, Tensor] | None,
+    activation: tuple[bool, float | None, float | None],
+    *,
+    codes: bool,
+) -> Tensor:
+    """Return the results of all pairs, float64 [T * k, D]; 0 for those that are not here."""
+    flat = ids.flatten()
+    out = torch.zeros(len(flat), len(down[0]), dtype=torch.float64, device=x.device)
+    given = rounded(x) if codes else x.double()
+    for expert, (first, last) in enumerate(zip(gate_up, down, strict=True)):
+        at = (flat == expert).nonzero().flatten()
+        both = given[at // ids.shape[1]] @ first.double().T
+        if biases is not None:
+            both += biases[0][expert].double()
+        # Gate and up are rounded, as by kernels of their own.
+        gate, up = both.to(x.dtype).double().chunk(2, 1)
+        inner = activated(gate, up, activation)
+        inner = rounded(inner) if codes else inner.to(x.dtype).double()
+        out[at] = inner @ last.double().T
+        if biases is not None:
+            out[at] += biases[1][expert].double()
+    return out
+
+
+@needs_gpu
+@needs_compiler
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", [SILU, (True, None, None), (False, 1.702, 1.5)], ids=str)
+@pytest.mark.parametrize("biased", [False, True])
+def test_numbers_in_16_bits(
+    sizes: Sizes,
+    dtype: torch.dtype,
+    activation: tuple[bool, float | None, float | None],
+    biased: bool,
+) -> None:
+    rows, chosen, experts, width, inner = sizes
+    values = Values(rows)
+    x = guarded(values.normal(rows, width, dtype=dtype))
+    shapes = (experts, 2 * inner, width), (experts, width, inner)
+    gate_up, down = (
+        guarded(values.normal(*shape, dtype=dtype, scale=shape[2] ** -0.5)) for shape in shapes
+    )
+    biases = (
+        guarded(values.normal(experts, 2 * inner, dtype=dtype)),
+        guarded(values.normal(experts, width, dtype=dtype)),
+    )
+    matrices = [
+        ExpertMatrix(matrix, bias if biased else None)
+        for matrix, bias in zip((gate_up, down), biases, strict=True)
+    ]
+    ids = choice(values, sizes)
+    pairs = sort_pairs(ids, experts, PAIRS)
+    with unchanged(x=x, gate_up=gate_up, down=down, order=pairs.order), PoisonedAllocations():
+        found = multiply_many(x, chosen, pairs, matrices[0], matrices[1], activation)
+    wanted = exact(
+        x, ids, list(gate_up), list(down), biases if biased else None, activation, codes=False
+    )
+    there = ids.flatten() >= 0
+    assert found.shape == wanted.shape and bool(there.any())
+    assert_close(found[there], wanted[there], ulps=16)
+
+
+def in_codes(form: Form, experts: int, rows: int, columns: int) -> tuple[ExpertCodes, list[Tensor]]:
+    """Return matrices whose inputs may be rounded, and their numbers."""
+    made: list[CodedMatrix] = []
+    for seed in range(experts):
+        matrix = matrix_of(form, rows, columns, DTYPE, seed=seed)
+        made.append(CodedMatrix(**{**matrix.__dict__, "activations": "fp8"}))
+    stack = ExpertCodes.of(made[0]).room_for(experts)
+    for expert, matrix in enumerate(made):
+        stack.put(expert, ExpertCodes.of(matrix))
+    return stack, [matrix.decoded(torch.float32) for matrix in made]
+
+
+@needs_gpu
+@needs_compiler
+@pytest.mark.parametrize("form", [BLOCKS, ROWS], ids=str)
+@pytest.mark.parametrize("sizes", [*SIZES[:2], SIZES[4], Sizes(900, 2, 4, 336, 208)], ids=str)
+def test_codes(form: Form, sizes: Sizes) -> None:
+    rows, chosen, experts, width, inner = sizes
+    if form == BLOCKS and (width % 128 or inner % 128):
+        width, inner = 384, 256
+    values = Values(rows)
+    x = guarded(values.normal(rows, width, dtype=DTYPE))
+    (gate_up, first), (down, last) = (
+        in_codes(form, experts, *shape) for shape in ((2 * inner, width), (width, inner))
+    )
+    assert takes(gate_up, down)
+    ids = choice(values, sizes)
+    pairs = sort_pairs(ids, experts, PAIRS)
+    with unchanged(x=x, words=gate_up.words, order=pairs.order), PoisonedAllocations():
+        found = multiply_many(x, chosen, pairs, gate_up, down, SILU)
+    there = ids.flatten() >= 0
+    wanted = exact(x, ids, first, last, None, SILU, codes=True)[there]
+    # A sum that is off by little may round an inner value to the next code.
+    error = (found[there].double() - wanted).norm(dim=1)
+    assert bool((error <= 0.05 * wanted.norm(dim=1) + 1e-3 * wanted.norm() / len(wanted)).all())
+
+
+@needs_gpu
+@needs_compiler
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("codes", [False, True])
+def test_rows_that_are_not_finite_stay_apart(bad: float, codes: bool) -> None:
+    sizes = Sizes(400, 2, 4, 256, 128)
+    values = Values(1)
+    x = values.normal(sizes.rows, sizes.width, dtype=DTYPE)
+    shapes = (2 * sizes.inner, sizes.width), (sizes.width, sizes.inner)
+    matrices: list[ExpertMatrix] | list[ExpertCodes]
+    if codes:
+        matrices = [in_codes(BLOCKS, sizes.experts, *shape)[0] for shape in shapes]
+    else:
+        matrices = [
+            ExpertMatrix(values.normal(sizes.experts, *shape, dtype=DTYPE, scale=0.1))
+            for shape in shapes
+        ]
+    pairs = sort_pairs(choice(values, sizes).abs(), sizes.experts, PAIRS)
+    clean = multiply_many(x, 2, pairs, matrices[0], matrices[1], SILU)
+    x[7, 5] = bad
+    found = multiply_many(x, 2, pairs, matrices[0], matrices[1], SILU)
+    others = torch.arange(2 * sizes.rows, device=DEVICE) // 2 != 7
+    assert torch.equal(found[others], clean[others])
+    assert not bool(found[~others].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("form", "width", "inner", "taken"),
+    [
+        (BLOCKS, 256, 128, True),
+        (BLOCKS, 256, 96, False),
+        (ROWS, 200, 72, True),
+        (ROWS, 200, 76, False),
+        (Form("int8", WHOLE), 256, 128, False),
+        (Form("fp8", 128), 256, 128, False),
+    ],
+)
+def test_which_codes_are_taken(form: Form, width: int, inner: int, taken: bool) -> None:
+    (gate_up, _), (down, _) = (
+        in_codes(form, 2, *shape) for shape in ((2 * inner, width), (width, inner))
+    )
+    assert takes(gate_up, down) == taken
+
+
+def test_inputs_are_rounded_only_where_a_checkpoint_says_so() -> None:
+    matrix = matrix_of(ROWS, 64, 128, DTYPE)
+    assert matrix.activations is None
+    assert not takes(*[_one(matrix)] * 2)
+    rounding = CodedMatrix(**{**matrix.__dict__, "activations": "fp8"})
+    assert takes(*[_one(rounding)] * 2)
+    # A scale of all rows' inputs is another form.
+    fixed = CodedMatrix(**{**rounding.__dict__, "input_scale": torch.ones(1, device=DEVICE)})
+    assert not takes(*[_one(fixed)] * 2)
+
+
+def _one(matrix: CodedMatrix) -> ExpertCodes:
+    stack = ExpertCodes.of(matrix).room_for(1)
+    stack.put(0, ExpertCodes.of(matrix))
+    return stack
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("capability", "rows", "expected"), [(90, 512, True), (90, 511, False), (80, 512, False)]
+)
+def test_many_pairs_on_hopper(
+    capability: int, rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_triton, "gpu_of", lambda _: gpu.Gpu(capability, 132))
+    x = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
+    gate_up, down = (ExpertMatrix(x.new_empty(16, *shape)) for shape in ((128, 64), (64, 64)))
+    assert experts_triton._suits_clusters(x, 2 * rows, gate_up, down) == expected
