@@ -161,7 +161,9 @@ def _suits_clusters(
     gpu = gpu_of(x.device)
     hopper = gpu is not None and gpu.capability == 90 and runs_or_compiles(x)
     many = pairs >= least * down.num_experts and x.dtype != torch.float32
-    return many and hopper and takes(gate_up, down) and compiles()
+    # Kernels count bytes of x in 32 bits.
+    small = x.numel() * x.element_size() < 1 << 32
+    return many and hopper and small and takes(gate_up, down) and compiles()
 
 
 def configs_in_codes(
