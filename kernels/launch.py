@@ -1,7 +1,7 @@
 """Launch options of kernels: programmatic dependent launch (PDL) where the GPU has it.
 
 With PDL (Hopper and later) a kernel's blocks may start while the kernel before it still runs. Every
-Triton kernel here keeps these rules, so that PDL changes no result:
+kernel here, in Triton or in CUDA C++, keeps these rules, so that PDL changes no result:
 
 - `gdc_wait` comes before the first access to memory that another kernel wrote or still reads.
   Weights, which no kernel writes, may be loaded before it.
@@ -15,7 +15,8 @@ Triton kernel here keeps these rules, so that PDL changes no result:
   complete its tables (kernels/triton/prepare_step_triton.py and `plan_attention`).
 
 Kernels name the tables of the last rule with the decorators of kernels/launch_order.py. It follows
-launches while a step is compiled or warmed up, and raises where the rule is broken.
+launches while a step is compiled or warmed up, and raises where the rule is broken. Kernels in CUDA
+C++ are not counted, which makes the check stricter.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
     BulkConfig,
     BulkConfigs,
+    ClusterConfigs,
     CodedConfig,
     CodedConfigs,
     FewConfig,
@@ -61,7 +62,7 @@ QWEN = Sizes(2048, 768, 128, 8)
 FORMS = {"bf16": QWEN, "fp8": QWEN, "fp8-block": QWEN, "mxfp4": Sizes(2880, 2880, 32, 4)}
 SETS = 6
 """Sets of chosen experts, so that a few rows' matrices are not in the cache from run to run."""
-Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs | RegisterConfigs
+Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs | RegisterConfigs | ClusterConfigs
 
 
 def coded(form: str, rows: int, columns: int) -> ExpertCodes:
@@ -79,6 +80,7 @@ def coded(form: str, rows: int, columns: int) -> ExpertCodes:
             scales=torch.rand(groups, device=DEVICE) * columns**-0.5,
             group=(height, width),
             dtype=DTYPE,
+            activations="fp8",
         )
     )
 
@@ -192,10 +194,13 @@ def candidates(layer: Layer) -> Iterator[Configs]:
         if few_pairs(layer.rows, layer.sizes.chosen, layer.sizes.experts):
             yield from register_candidates(layer)
         yield from coded_candidates()
+        if layer.form != "mxfp4":
+            yield ClusterConfigs()
     else:
         if few_pairs(layer.rows, layer.sizes.chosen, layer.sizes.experts):
             yield from few_candidates()
         yield from sorted_candidates()
+        yield ClusterConfigs()
 
 
 def measure(layer: Layer, ceilings: Ceilings, table: Table) -> None:
