@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from sidestep.kernels.cuda.compiler import compiles
 from tests.processes import PYTHON_PATH, ROOT
 
 SHARED_KB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -69,8 +70,10 @@ EXPERTS = {
 }
 REGISTER_EXPERTS = {"_register_gate_up", "_register_down", "_few_down"}
 """Kernels of a few pairs of coded experts, on Hopper and later."""
-SORTED_EXPERTS = {90: {"_bulk_gate_up", "_bulk_down"}}
-"""Kernels of sorted pairs by compute capability."""
+SORTED_EXPERTS = {
+    90: {"_bulk_gate_up", "_bulk_down"} | ({"_quantize_rows"} if compiles() else set())
+}
+"""Kernels of sorted pairs by compute capability. Those in CUDA C++ multiply rounded inputs."""
 OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
 
 
