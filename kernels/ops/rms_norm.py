@@ -134,6 +134,17 @@ class QuantizedRows(NamedTuple):
     """float32 [T, G]: G is 1, or K / 128, rounded up."""
 
 
+class UnscaledSum(NamedTuple):
+    """A product that is still to be scaled, and then added to a stream."""
+
+    product: Tensor
+    """[T, D], in the stream's type."""
+    rows: Tensor
+    """float32 [T, 1]: what each row is multiplied with."""
+    columns: Tensor
+    """float32 [1, D]: what each column is multiplied with."""
+
+
 Begun = BegunNorm | QuantizedRows
 """The product before a norm may compute a part of it, or all of it, rounded to 8 bits."""
 

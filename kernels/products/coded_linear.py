@@ -15,7 +15,14 @@ from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors
-from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
+from sidestep.kernels.ops.rms_norm import (
+    Begun,
+    QuantizedRows,
+    RmsNorm,
+    Stream,
+    UnscaledSum,
+    normed,
+)
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
@@ -268,6 +275,27 @@ def _scaled(
     return out
 
 
+def _addend(
+    rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None
+) -> Tensor | UnscaledSum:
+    """Return a product that the rounding of the next inputs adds to the stream.
+
+    It is the library's, whose scales are left to that, or our own kernel's, which may have parts.
+    """
+    own = _own_tiles(len(rounded.codes), matrix, leaving=bias is None)
+    if own is None and _has_simple_scales(rounded, matrix, bias):
+        product = unscaled_by_library(rounded, matrix)
+        return UnscaledSum(product, rounded.scales, matrix.scales)
+    return _scaled(rounded, matrix, bias, parts=True)
+
+
+def _has_simple_scales(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
+    """Return whether the library may leave a scale of each row and of each column to others."""
+    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
+    one = rounded.scales.shape == (len(rounded.codes), 1)
+    return simple and one and suits_library(matrix) and is_hopper(matrix.device)
+
+
 def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledConfig | None:
     """Return the tiles of our own kernel for rows in 8 bits, or None for the library's."""
     if not is_hopper(matrix.device):
@@ -279,10 +307,8 @@ def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledCon
 def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
     """Return whether the library multiplies, and scales are better applied behind it."""
     tokens = len(rounded.codes)
-    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
-    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
-    hopper = suits_library(matrix) and is_hopper(matrix.device)
-    return simple and few and hopper and _own_tiles(tokens, matrix, leaving=False) is None
+    few = tokens <= _MOST_UNSCALED and _has_simple_scales(rounded, matrix, bias)
+    return few and _own_tiles(tokens, matrix, leaving=False) is None
 
 
 def _whole(
@@ -411,7 +437,7 @@ def add_coded_linear(
             Stream(residual, norm),
             matrix.rounded,
             grouped=False,
-            added=_scaled(rounded, matrix, bias, parts=True),
+            added=_addend(rounded, matrix, bias),
         )
     if rounded is not None:
         scaled_product(rounded, matrix, bias, residual, add=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels import gpu
-from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, rms_norm
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, UnscaledSum, rms_norm
 from sidestep.kernels.ops.silu_mul import GateAndUp, silu_mul
 from sidestep.kernels.products.coded_linear import (
     add_coded_linear,
@@ -159,6 +159,21 @@ def test_the_sum_into_the_stream_is_done_on_the_way(grouped: bool) -> None:
     assert torch.equal(hidden, summed)
     assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
     assert torch.equal(found.scales, alone.scales)
+
+
+def test_scales_are_applied_before_the_sum() -> None:
+    values = Values(2)
+    hidden, weight = values.normal(3, 200, dtype=DTYPE, scale=7), values.normal(200, dtype=DTYPE)
+    product = guarded(values.normal(3, 200, dtype=DTYPE))
+    rows, columns = (values.normal(*size, dtype=torch.float32) for size in ((3, 1), (1, 200)))
+    summed = (hidden.float() + product.float() * (columns * rows)).to(DTYPE)
+    norm = RmsNorm(weight, 1e-5)
+    alone = quantize_rows(Stream(summed.clone(), norm), "fp8", grouped=False)
+    added = UnscaledSum(product, rows, columns)
+    with unchanged(product=product), PoisonedAllocations():
+        found = quantize_rows(Stream(hidden, norm), "fp8", grouped=False, added=added)
+    assert torch.equal(hidden, summed)
+    assert torch.equal(found.codes.view(torch.uint8), alone.codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("columns", [300, 128])
