@@ -13,7 +13,7 @@ from torch import Tensor
 
 _BYTES = 128
 """Bytes of a descriptor, which lies at a multiple of 64."""
-_L2_256, _SWIZZLE_128 = 3, 3
+_L2_256, _PLAIN, _SWIZZLE_128 = 3, 0, 3
 """CUtensorMapL2promotion and CUtensorMapSwizzle of the driver."""
 _KINDS = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
 """CUtensorMapDataType of the driver."""
@@ -100,8 +100,17 @@ class TileMap(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _made(address: int, kind: int, item: int, rows: int, columns: int, stride: int,
-          tile_rows: int, tile_columns: int) -> TileMap:  # fmt: skip
+def _made(
+    address: int,
+    kind: int,
+    item: int,
+    rows: int,
+    columns: int,
+    stride: int,
+    tile_rows: int,
+    tile_columns: int,
+    swizzle: int,
+) -> TileMap:
     memory = (ctypes.c_ubyte * (_BYTES + 64))()
     made = TileMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
     error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
@@ -114,7 +123,7 @@ def _made(address: int, kind: int, item: int, rows: int, columns: int, stride: i
         (ctypes.c_uint32 * 2)(tile_columns, tile_rows),
         (ctypes.c_uint32 * 2)(1, 1),
         0,
-        _SWIZZLE_128,
+        swizzle,
         _L2_256,
         0,
     )
@@ -126,11 +135,13 @@ def _made(address: int, kind: int, item: int, rows: int, columns: int, stride: i
 def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:
     """Return the descriptor of tiles of x [T, K], whose rows may lie apart.
 
-    Tiles lie in shared memory in the pattern for 128 bytes a row; what is outside x is zero.
+    Tiles lie in shared memory in the pattern for 128 bytes a row, or row after row if these are
+    shorter; what is outside x is zero.
     """
     kind, item = _KINDS[x.dtype], x.itemsize
     sizes = x.shape[0], x.shape[1], x.stride(0)
-    return _made(x.data_ptr(), kind, item, *sizes, rows, row_bytes // item)
+    swizzle = _SWIZZLE_128 if row_bytes == 128 else _PLAIN
+    return _made(x.data_ptr(), kind, item, *sizes, rows, row_bytes // item, swizzle)
 
 
 def _check(error: object, *_: object) -> None:

@@ -28,6 +28,7 @@ from sidestep.kernels.products.streamed_config import (
     WideConfig,
     padded,
 )
+from sidestep.kernels.quantized import clustered_codes
 from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -376,6 +377,9 @@ def _own(
 
 def _wide(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
     """Write the product to out by the kernel for Hopper and many rows, or add it."""
+    if clustered_codes.takes(x, matrix):
+        clustered_codes.launch(x, matrix, bias, out, add)
+        return
     from sidestep.kernels.products.wide_codes_gluon import launch
 
     launch(x, matrix, bias, out, add, wide_config(len(x), matrix))

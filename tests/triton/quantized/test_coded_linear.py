@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import computed
 from sidestep.kernels.products.coded_linear import (
@@ -21,6 +22,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig, WideConfig
+from sidestep.kernels.quantized import clustered_codes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -229,6 +231,48 @@ def test_many_rows(config: WideConfig, form: Form, add: bool) -> None:
         assert_margins_untouched(whole)
         # Scales of groups are rounded to 16 bits, and so are the numbers.
         assert_close(out, expected, 8)
+
+
+@needs_gpu
+@pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("int4", 128, zeros=True),
+        Form("int4", 128),
+        Form("int4", 256, zeros=True),
+        Form("int4", WHOLE, zeros=True),
+        Form("int4", WHOLE),
+    ],
+    ids=str,
+)
+def test_many_rows_by_clusters(form: Form, dtype: torch.dtype, add: bool) -> None:
+    """Check parts of tiles, and rows, columns and groups that fill none of them."""
+    for rows, outputs, inputs in ((65, 200, 400), (300, 520, 2064), (256, 4096, 4096)):
+        values = Values(rows)
+        buffer = poisoned(rows, inputs + 8, dtype=dtype)
+        x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
+        given = matrix_of(form, outputs, inputs, dtype)
+        matrix = on_device(given)
+        assert clustered_codes.takes(x, matrix)
+        bias = guarded(values.normal(outputs, dtype=dtype)) if rows == 300 else None
+        whole = poisoned(rows, outputs + 8, dtype=dtype)
+        out = whole[:, :outputs]
+        expected = exact(x, given, bias)
+        if add:
+            out.copy_(values.normal(rows, outputs, dtype=dtype))
+            expected += out.double()
+        before = out.clone()
+        with unchanged(x=buffer, words=matrix.words, between=whole[:, outputs:]):
+            clustered_codes.launch(x, matrix, bias, out, add)
+        assert_margins_untouched(whole)
+        assert_close(out, expected, 8)
+        # The order of parts is fixed.
+        again = before
+        clustered_codes.launch(x, matrix, bias, again, add)
+        assert torch.equal(again, out)
 
 
 @needs_gpu
