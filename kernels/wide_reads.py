@@ -20,13 +20,10 @@ from typing import Any
 import triton
 from torch import Tensor
 
-_L2_128, _L2_256 = 2, 3
-_BYTES = 128
-"""Bytes of a descriptor, which also lies at a multiple of them."""
+from sidestep.kernels.cuda.tile_maps import BYTES, L2_128, L2_256, encoded
+
 _FILLERS = "fill_tma_descriptor", "fill_tma_descriptor_tiled"
 """Triton's function that makes a descriptor, by the names it has in Triton 3.6 and in 3.9."""
-
-Arguments = tuple[Any, ...]
 
 
 @contextlib.contextmanager
@@ -57,40 +54,9 @@ def filled_wide(fill: Callable[..., object], address: int, *arguments: Any) -> o
         return descriptor
     frozen = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)
     # The descriptor is the second half of Triton's object. Where it is not, nothing is changed.
-    place = id(descriptor) + _BYTES
-    known = type(descriptor).__basicsize__ == 2 * _BYTES and place % _BYTES == 0
-    wide = encoded(frozen, _L2_256) if known else None
-    if wide is not None and ctypes.string_at(place, _BYTES) == encoded(frozen, _L2_128):
-        ctypes.memmove(place, wide, _BYTES)
+    place = id(descriptor) + BYTES
+    known = type(descriptor).__basicsize__ == 2 * BYTES and place % BYTES == 0
+    wide = encoded(frozen, L2_256) if known else None
+    if wide is not None and ctypes.string_at(place, BYTES) == encoded(frozen, L2_128):
+        ctypes.memmove(place, wide, BYTES)
     return descriptor
-
-
-@functools.lru_cache(maxsize=4096)
-def encoded(arguments: Arguments, promotion: int) -> bytes | None:
-    """Return the driver's descriptor for Triton's arguments, or None if it makes none."""
-    address, swizzle, item_bytes, kind, block, shape, strides, fill = arguments
-    rank = len(shape)
-    # The driver counts from the innermost dimension on, and leaves out its stride.
-    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
-    steps = (ctypes.c_uint64 * rank)(*(s * item_bytes for s in reversed(strides[:-1])))
-    box = (ctypes.c_uint32 * rank)(*reversed(block))
-    every = (ctypes.c_uint32 * rank)(*[1] * rank)
-    memory = (ctypes.c_ubyte * (2 * _BYTES))()
-    begin = -ctypes.addressof(memory) % _BYTES
-    place = ctypes.addressof(memory) + begin
-    interleave = 0
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place),
-        kind,
-        rank,
-        ctypes.c_void_p(address),
-        sizes,
-        steps,
-        box,
-        every,
-        interleave,
-        swizzle,
-        promotion,
-        fill,
-    )
-    return bytes(memory)[begin : begin + _BYTES] if error == 0 else None

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +39,11 @@ def compiles() -> bool:
         return False
 
 
-def cubin(
-    name: str,
-    defines: Mapping[str, int | str],
-    headers: Mapping[str, str],
-    log: Callable[[str], object] = _logger.debug,
-) -> bytes:
+def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str]) -> bytes:
     """Return the machine code of source/`name`.cu, compiled or from disk.
 
-    headers: name -> text of files it includes, beside those of that folder. log: takes what the
-    compiler says. Raises CudaCompileError.
+    headers: name -> text of files it includes, beside those of that folder. Raises
+    CudaCompileError.
     """
     from cuda.bindings import nvrtc
 
@@ -63,7 +58,7 @@ def cubin(
     if kept.exists():
         return kept.read_bytes()
     made, said = _compile(name, source, included, options)
-    log(said)
+    _logger.debug("%s", said)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
         file.write(made)

@@ -1,22 +1,15 @@
-"""Launches of kernels in CUDA C++, and the descriptors of tiles that they take."""
+"""Launches of kernels in CUDA C++."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_BYTES = 128
-"""Bytes of a descriptor, which lies at a multiple of 64."""
-_L2_256, _SWIZZLE_128 = 3, 3
-"""CUtensorMapL2promotion and CUtensorMapSwizzle of the driver."""
-_KINDS = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
-"""CUtensorMapDataType of the driver."""
 _holds: list[None] = []
 """One for each context in which kernels are only compiled."""
 
@@ -30,11 +23,10 @@ class Kernel:
         self._threads, self._shared = threads, shared
         self._functions: dict[int, Any] = {}
 
-    def launch(self, blocks: int, arguments: Sequence[Any], *, early: bool) -> None:
-        """Launch the kernel on the current stream.
+    def launch(self, blocks: int, arguments: Sequence[Any]) -> None:
+        """Launch the kernel on the current stream, by the rules of kernels/launch.py.
 
-        arguments: ctypes objects, and those of `TileMap`. early: whether it may start before the
-        kernel before it ends.
+        arguments: ctypes objects.
         """
         from cuda.bindings import driver
 
@@ -48,13 +40,12 @@ class Kernel:
         config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
         config.sharedMemBytes = self._shared
         config.hStream = torch._C._cuda_getCurrentRawStream(device)
-        if early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = (
-                driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            )
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
         _check(*driver.cuLaunchKernelEx(config, function, ctypes.addressof(places), 0))
 
     def _loaded(self) -> Any:
@@ -91,46 +82,6 @@ def runs_or_compiles(x: Tensor) -> bool:
     While they are compiled, tensors of any device may stand for those on a GPU.
     """
     return x.is_cuda or x.is_meta or bool(_holds)
-
-
-class TileMap(ctypes.Structure):
-    """A descriptor of tiles. Its memory is aligned by `tile_map`."""
-
-    _fields_ = (("words", ctypes.c_uint64 * (_BYTES // 8)),)
-
-
-@functools.lru_cache(maxsize=1 << 14)
-def _made(address: int, kind: int, item: int, rows: int, columns: int, stride: int,
-          tile_rows: int, tile_columns: int) -> TileMap:  # fmt: skip
-    memory = (ctypes.c_ubyte * (_BYTES + 64))()
-    made = TileMap.from_buffer(memory, -ctypes.addressof(memory) % 64)
-    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
-        ctypes.byref(made),
-        kind,
-        2,
-        ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(stride * item),
-        (ctypes.c_uint32 * 2)(tile_columns, tile_rows),
-        (ctypes.c_uint32 * 2)(1, 1),
-        0,
-        _SWIZZLE_128,
-        _L2_256,
-        0,
-    )
-    if error:
-        raise RuntimeError(f"the driver makes no descriptor of tiles: error {error}")
-    return made
-
-
-def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:
-    """Return the descriptor of tiles of x [T, K], whose rows may lie apart.
-
-    Tiles lie in shared memory in the pattern for 128 bytes a row; what is outside x is zero.
-    """
-    kind, item = _KINDS[x.dtype], x.itemsize
-    sizes = x.shape[0], x.shape[1], x.stride(0)
-    return _made(x.data_ptr(), kind, item, *sizes, rows, row_bytes // item)
 
 
 def _check(error: object, *_: object) -> None:

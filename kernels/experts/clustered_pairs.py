@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sidestep.kernels.cuda.compiler import cubin
-from sidestep.kernels.cuda.launcher import Kernel, launches, tile_map
+from sidestep.kernels.cuda.launcher import Kernel, launches
+from sidestep.kernels.cuda.tile_maps import tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
@@ -71,8 +72,8 @@ def _kernel(form: Form) -> Kernel:
     return Kernel(compiled(form), "expert_products", threads=_THREADS, shared=_SHARED)
 
 
-def compiled(form: Form, **log: Any) -> bytes:
-    """Return the machine code for this form. log: as for `cubin`."""
+def compiled(form: Form) -> bytes:
+    """Return the machine code for this form."""
     gelu, alpha, limit = form.activation
     defines: dict[str, int | str] = {
         "GATED": int(form.gated),
@@ -93,7 +94,12 @@ def compiled(form: Form, **log: Any) -> bytes:
     else:
         kind = "f16" if form.dtype == torch.float16 else "bf16"
         instruction = wgmma_source(_COLUMNS, kind, 16)
-    return cubin("expert_products", defines, {"wgmma.cuh": instruction}, **log)
+    return cubin("expert_products", defines, {"wgmma.cuh": instruction})
+
+
+def memory_of(matrix: ExpertMatrix | ExpertCodes) -> Tensor:
+    """Return the memory of all experts' numbers, or of their codes."""
+    return matrix.values if isinstance(matrix, ExpertMatrix) else matrix.words
 
 
 def takes(gate_up: ExpertMatrix | ExpertCodes, down: ExpertMatrix | ExpertCodes) -> bool:
@@ -170,7 +176,7 @@ def _launch(
     if not launches(out.rows):
         return
     numbers = x.rows.shape[1]
-    weight = matrix.values if isinstance(matrix, ExpertMatrix) else matrix.words.view(x.rows.dtype)
+    weight = memory_of(matrix).view(x.rows.dtype)
     w_tiles = tile_map(weight.view(-1, numbers), _COLUMNS // 2, _STEP_BYTES)
     x_tiles = w_tiles if form.gated else tile_map(x.rows, PAIRS, _STEP_BYTES)
     parts = cdiv(outputs, _COLUMNS // (1 + form.gated))
@@ -188,7 +194,6 @@ def _launch(
             _address(out.rows),
             _Sizes(num_pairs, numbers * x.rows.itemsize, outputs, parts),
         ],
-        early=True,
     )
 
 

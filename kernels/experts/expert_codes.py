@@ -84,6 +84,7 @@ class ExpertCodes(NamedTuple):
             matrix = rounded_to_bytes(matrix)
         matrix = _with_rows_of_its_own(with_simple_groups(matrix))
         rows, height = matrix.shape[0], matrix.group[0]
+        # Kernels that take e4m3 as it is read scales of rows, or of blocks.
         if rows % height or (matrix.kind == "fp8" and matrix.group[1] >= matrix.shape[1]):
             matrix, height = matrix.with_row_scales(), 1
         if matrix.kind == "int4" and matrix.zeros is None:

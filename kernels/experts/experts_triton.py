@@ -5,8 +5,8 @@ A pair is a token and one of its experts. For a few pairs, each is multiplied by
 coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs_triton.py). Then
 a tile is multiplied at once: by bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk
 copy engine cannot be used, or by coded_pairs_triton.py where experts are in codes. For many pairs
-on a Hopper GPU, clusters of processors do it (clustered_pairs.py). A last kernel adds
-each token's results.
+on a Hopper GPU, clusters of processors do it (clustered_pairs.py). A last kernel adds each token's
+results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -24,7 +24,7 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.cuda.launcher import runs_or_compiles
 from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
-from sidestep.kernels.experts.clustered_pairs import multiply_many, takes
+from sidestep.kernels.experts.clustered_pairs import PAIRS, memory_of, multiply_many, takes
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
@@ -52,8 +52,6 @@ from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
-Activation = tuple[bool, float | None, float | None]
-"""Whether it is GELU, and alpha and limit of a clamp."""
 Configs = FewConfigs | SortedConfigs | BulkConfigs
 InCodes = CodedConfigs | RegisterConfigs
 _LEAST_OF_CLUSTERS, _LEAST_CODES_OF_CLUSTERS = 64, 48
@@ -105,7 +103,7 @@ def multiply_experts(
         configs = ClusterConfigs()
     if isinstance(configs, ClusterConfigs):
         known = decided(routed) if isinstance(routed, Undecided) else routed
-        tiles = sort_pairs(known.ids, down.num_experts, configs.pairs)
+        tiles = sort_pairs(known.ids, down.num_experts, PAIRS)
         results = multiply_many(x, chosen, tiles, gate_up, down, activation)
         combine_pairs(results, known, out, add=add, some=some)
         return None
@@ -158,8 +156,7 @@ def _suits_clusters(
     """Return whether clusters multiply as many pairs of these experts."""
     codes = isinstance(gate_up, ExpertCodes)
     least = _LEAST_CODES_OF_CLUSTERS if codes else _LEAST_OF_CLUSTERS
-    gpu = gpu_of(x.device)
-    hopper = gpu is not None and gpu.capability == 90 and runs_or_compiles(x)
+    hopper = can_be_bulk(x, memory_of(gate_up), memory_of(down)) and runs_or_compiles(x)
     many = pairs >= least * down.num_experts and x.dtype != torch.float32
     # Kernels count bytes of x in 32 bits.
     small = x.numel() * x.element_size() < 1 << 32

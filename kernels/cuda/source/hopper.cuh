@@ -75,10 +75,6 @@ __device__ __forceinline__ void cluster_sync() {
 
 // ---- The copy engine ----
 
-__device__ __forceinline__ void prefetch_map(const TileMap* map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Loads a tile that begins at this column and row into the processors of `mask`.
 template <bool MANY>
 __device__ __forceinline__ void load_tile(

@@ -77,9 +77,6 @@ class BulkConfigs:
 class ClusterConfigs:
     """Sorted pairs that clusters of processors multiply (kernels/experts/clustered_pairs.py)."""
 
-    pairs: int = 128
-    """Pairs of a tile."""
-
 
 @dataclass(frozen=True)
 class FewConfigs:

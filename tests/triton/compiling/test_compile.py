@@ -73,7 +73,7 @@ REGISTER_EXPERTS = {"_register_gate_up", "_register_down", "_few_down"}
 SORTED_EXPERTS = {
     90: {"_bulk_gate_up", "_bulk_down"} | ({"_quantize_rows"} if compiles() else set())
 }
-"""Kernels of sorted pairs by compute capability. Those in CUDA C++ multiply rounded inputs."""
+"""Kernels of sorted pairs by compute capability; where CUDA C++ multiplies, inputs are rounded."""
 OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
 
 

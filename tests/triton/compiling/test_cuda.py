@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from pathlib import Path
 
@@ -32,16 +33,18 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("form", sorted(set(FORMS), key=str), ids=str)
-def test_threads_have_enough_registers(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_have_enough_registers(
+    form: Form, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Registers that do not suffice make a loop slower, and the compiler only says so."""
     monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
-    said: list[str] = []
-    code = clustered_pairs.compiled(form, log=said.append)
+    caplog.set_level(logging.DEBUG, compiler.__name__)
+    code = clustered_pairs.compiled(form)
     assert code[:4] == b"\x7fELF"
-    (stack,) = re.findall(r"(\d+) bytes stack frame", "".join(said))
+    (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
     # Biases beside scales of rows are rare in files.
     assert int(stack) <= (192 if form.row_scales and form.bias else 64)
-    assert "serialized" not in "".join(said), "products would wait for one another"
+    assert "serialized" not in caplog.text, "products would wait for one another"
 
 
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

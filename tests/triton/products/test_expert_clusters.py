@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -10,13 +11,14 @@ from torch import Tensor
 
 from sidestep.kernels import gpu
 from sidestep.kernels.cuda.compiler import compiles
-from sidestep.kernels.experts import experts_triton
+from sidestep.kernels.experts import bulk_pairs_triton, experts_triton
 from sidestep.kernels.experts.clustered_pairs import PAIRS, multiply_many, takes
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
-from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
+from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
+from tests.triton.quantized.test_rounded_inputs import rounded
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -73,15 +75,6 @@ def activated(
     return gate * gate.sigmoid() * up
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Return rows with each 128 numbers in e4m3 with a scale."""
-    filled = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).unflatten(1, (-1, 128))
-    scales = filled.abs().amax(-1, keepdim=True).clamp(1e-30).float() / 448
-    codes = (filled.float() / scales).to(torch.float8_e4m3fn)
-    numbers: Tensor = (codes.double() * scales.double()).flatten(1)
-    return numbers[:, : x.shape[1]]
-
-
 def exact(
     x: Tensor,
     ids: Tensor,
@@ -95,7 +88,7 @@ def exact(
     """Return the results of all pairs, float64 [T * k, D]; 0 for those that are not here."""
     flat = ids.flatten()
     out = torch.zeros(len(flat), len(down[0]), dtype=torch.float64, device=x.device)
-    given = rounded(x) if codes else x.double()
+    given = rounded(x, "fp8", 128) if codes else x.double()
     for expert, (first, last) in enumerate(zip(gate_up, down, strict=True)):
         at = (flat == expert).nonzero().flatten()
         both = given[at // ids.shape[1]] @ first.double().T
@@ -104,7 +97,7 @@ def exact(
         # Gate and up are rounded, as by kernels of their own.
         gate, up = both.to(x.dtype).double().chunk(2, 1)
         inner = activated(gate, up, activation)
-        inner = rounded(inner) if codes else inner.to(x.dtype).double()
+        inner = rounded(inner, "fp8", 128) if codes else inner.to(x.dtype).double()
         out[at] = inner @ last.double().T
         if biases is not None:
             out[at] += biases[1][expert].double()
@@ -152,13 +145,11 @@ def test_numbers_in_16_bits(
 
 def in_codes(form: Form, experts: int, rows: int, columns: int) -> tuple[ExpertCodes, list[Tensor]]:
     """Return matrices whose inputs may be rounded, and their numbers."""
-    made: list[CodedMatrix] = []
-    for seed in range(experts):
-        matrix = matrix_of(form, rows, columns, DTYPE, seed=seed)
-        made.append(CodedMatrix(**{**matrix.__dict__, "activations": "fp8"}))
-    stack = ExpertCodes.of(made[0]).room_for(experts)
-    for expert, matrix in enumerate(made):
-        stack.put(expert, ExpertCodes.of(matrix))
+    made = [
+        replace(matrix_of(form, rows, columns, DTYPE, seed=seed), activations="fp8")
+        for seed in range(experts)
+    ]
+    stack = guarded_codes([ExpertCodes.of(matrix) for matrix in made])
     return stack, [matrix.decoded(torch.float32) for matrix in made]
 
 
@@ -235,17 +226,15 @@ def test_inputs_are_rounded_only_where_a_checkpoint_says_so() -> None:
     matrix = matrix_of(ROWS, 64, 128, DTYPE)
     assert matrix.activations is None
     assert not takes(*[_one(matrix)] * 2)
-    rounding = CodedMatrix(**{**matrix.__dict__, "activations": "fp8"})
+    rounding = replace(matrix, activations="fp8")
     assert takes(*[_one(rounding)] * 2)
     # A scale of all rows' inputs is another form.
-    fixed = CodedMatrix(**{**rounding.__dict__, "input_scale": torch.ones(1, device=DEVICE)})
+    fixed = replace(rounding, input_scale=torch.ones(1, device=DEVICE))
     assert not takes(*[_one(fixed)] * 2)
 
 
 def _one(matrix: CodedMatrix) -> ExpertCodes:
-    stack = ExpertCodes.of(matrix).room_for(1)
-    stack.put(0, ExpertCodes.of(matrix))
-    return stack
+    return guarded_codes([ExpertCodes.of(matrix)])
 
 
 @needs_compiler
@@ -255,7 +244,7 @@ def _one(matrix: CodedMatrix) -> ExpertCodes:
 def test_many_pairs_on_hopper(
     capability: int, rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts_triton, "gpu_of", lambda _: gpu.Gpu(capability, 132))
+    monkeypatch.setattr(bulk_pairs_triton, "gpu_of", lambda _: gpu.Gpu(capability, 132))
     x = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
     gate_up, down = (ExpertMatrix(x.new_empty(16, *shape)) for shape in ((128, 64), (64, 64)))
     assert experts_triton._suits_clusters(x, 2 * rows, gate_up, down) == expected

@@ -1,0 +1,82 @@
+"""Descriptors of tiles that the copy engine loads, by the driver's own function.
+
+They are CUtensorMap in the CUDA driver's reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BYTES = 128
+"""Bytes of a descriptor, which also lies at a multiple of them."""
+L2_128, L2_256 = 2, 3
+"""How many bytes L2 reads from memory where it lacks a line (CUtensorMapL2promotion)."""
+_SWIZZLE_128 = 3
+"""CUtensorMapSwizzle."""
+_KINDS = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
+"""CUtensorMapDataType."""
+Arguments = tuple[Any, ...]
+
+
+class TileMap(ctypes.Structure):
+    """A descriptor of tiles. Its memory is aligned by `tile_map`."""
+
+    _fields_ = (("bytes", ctypes.c_ubyte * BYTES),)
+
+
+def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:
+    """Return the descriptor of tiles of x [T, K], whose rows may lie apart.
+
+    Tiles lie in shared memory in the pattern for 128 bytes a row; what is outside x is zero.
+    """
+    block, shape = (rows, row_bytes // x.itemsize), (x.shape[0], x.shape[1])
+    kind, strides, zeros = _KINDS[x.dtype], (x.stride(0), 1), 0
+    return _aligned((x.data_ptr(), _SWIZZLE_128, x.itemsize, kind, block, shape, strides, zeros))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _aligned(arguments: Arguments) -> TileMap:
+    """Return a descriptor whose memory is aligned. arguments: as for `encoded`."""
+    made = encoded(arguments, L2_256)
+    if made is None:
+        raise RuntimeError(f"the driver makes no descriptor of tiles: {arguments}")
+    memory = (ctypes.c_ubyte * (2 * BYTES))()
+    begin = -ctypes.addressof(memory) % BYTES
+    ctypes.memmove(ctypes.addressof(memory) + begin, made, BYTES)
+    return TileMap.from_buffer(memory, begin)
+
+
+@functools.lru_cache(maxsize=4096)
+def encoded(arguments: Arguments, promotion: int) -> bytes | None:
+    """Return the driver's descriptor for Triton's arguments, or None if it makes none."""
+    address, swizzle, item_bytes, kind, block, shape, strides, fill = arguments
+    rank = len(shape)
+    # The driver counts from the innermost dimension on, and leaves out its stride.
+    sizes = (ctypes.c_uint64 * rank)(*reversed(shape))
+    steps = (ctypes.c_uint64 * rank)(*(s * item_bytes for s in reversed(strides[:-1])))
+    box = (ctypes.c_uint32 * rank)(*reversed(block))
+    every = (ctypes.c_uint32 * rank)(*[1] * rank)
+    memory = (ctypes.c_ubyte * (2 * BYTES))()
+    begin = -ctypes.addressof(memory) % BYTES
+    place = ctypes.addressof(memory) + begin
+    interleave = 0
+    error = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+        ctypes.c_void_p(place),
+        kind,
+        rank,
+        ctypes.c_void_p(address),
+        sizes,
+        steps,
+        box,
+        every,
+        interleave,
+        swizzle,
+        promotion,
+        fill,
+    )
+    return bytes(memory)[begin : begin + BYTES] if error == 0 else None
