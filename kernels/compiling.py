@@ -18,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -32,7 +33,10 @@ from sidestep.kernels.gpu import Gpu, stand_for
 _knowing = threading.Lock()
 
 Compilation = Callable[[], Any]
-"""Function that compiles a kernel, or finds it in Triton's cache, and returns it."""
+"""Function that compiles a kernel, or finds it in Triton's cache, and returns it.
+
+A kernel in CUDA C++ is the path of its file there.
+"""
 
 
 @contextmanager
@@ -50,7 +54,7 @@ def compiling_only(compiler: Executor) -> Iterator[None]:
     know_triton()
     JITFunction.run = compile_only
     try:
-        with triton.AsyncCompileMode(compiler), launcher.compiling_only():
+        with triton.AsyncCompileMode(compiler), launcher.compiling_only(compiler):
             yield
     finally:
         JITFunction.run = run
@@ -65,12 +69,12 @@ class CompilerThreads(ThreadPoolExecutor):
 
 
 def with_launcher(kernel: Any) -> Any:
-    """Return the kernel after building its launcher too.
+    """Return the kernel after building its launcher too, unless it is a file in CUDA C++.
 
     Some versions of Triton have one launcher for all kernels. Others link it to the driver's
     library: where there is none, as in the build of an image, the first start builds it.
     """
-    if hasattr(nvidia, "make_launcher") and _finds_driver():
+    if not isinstance(kernel, Path) and hasattr(nvidia, "make_launcher") and _finds_driver():
         triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
     return kernel
 
@@ -100,6 +104,8 @@ class Locks:
         A launcher depends on the types of the kernel's arguments alone, so their hash selects the
         byte that is locked.
         """
+        if isinstance(kernel, Path):
+            return kernel
         byte = zlib.crc32(repr(list(kernel.src.signature.values())).encode())
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, byte)
         try:

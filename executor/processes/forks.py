@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 from concurrent.futures import Executor, Future
+from pathlib import Path
 from typing import Any, NoReturn
 
 from sidestep.ipc.processes.process import end_with_parent
@@ -72,12 +73,7 @@ class Forks(Executor):
         """
         try:
             threading.Thread(target=end_with_parent, daemon=True).start()
-            kernel = self._locks.with_launcher(compilation())
-            (file,) = (
-                path
-                for path in kernel.metadata_group.values()
-                if path.endswith(f"{kernel.name}.json")
-            )
+            file = _file_of(self._locks.with_launcher(compilation()))
             os.write(self._results, f"{os.path.abspath(file)}\n".encode())
         except BaseException as error:
             os.write(
@@ -85,3 +81,12 @@ class Forks(Executor):
             )
         finally:
             os._exit(0)
+
+
+def _file_of(kernel: Any) -> Path:
+    """Return a file of a kernel in Triton's cache. kernel: what its compilation returned."""
+    if isinstance(kernel, Path):
+        return kernel
+    files = map(Path, kernel.metadata_group.values())
+    (file,) = (path for path in files if path.name == f"{kernel.name}.json")
+    return file

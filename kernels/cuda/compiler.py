@@ -39,8 +39,8 @@ def compiles() -> bool:
         return False
 
 
-def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str]) -> bytes:
-    """Return the machine code of source/`name`.cu, compiled or from disk.
+def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str]) -> Path:
+    """Return the file of source/`name`.cu's machine code, which is compiled if it is not there.
 
     headers: name -> text of files it includes, beside those of that folder. Raises
     CudaCompileError.
@@ -56,14 +56,14 @@ def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str
     key = hashlib.sha256(repr((source, included, options, version)).encode()).hexdigest()
     kept = Path(knobs.cache.dir) / "cuda" / f"{name}-{key[:32]}.cubin"
     if kept.exists():
-        return kept.read_bytes()
+        return kept
     made, said = _compile(name, source, included, options)
     _logger.debug("%s", said)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
         file.write(made)
     os.replace(file.name, kept)
-    return made
+    return kept
 
 
 def _compile(

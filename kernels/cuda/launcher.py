@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-_holds: list[None] = []
-"""One for each context in which kernels are only compiled."""
+FormT = TypeVar("FormT", bound=Hashable)
+
+
+class _Hold:
+    """A context in which kernels are only compiled."""
+
+    def __init__(self, compiler: Executor) -> None:
+        self.compiler = compiler
+        self.compilations: dict[Hashable, Future[Path]] = {}
+
+
+_holds: list[_Hold] = []
 
 
 class Kernel:
     """A kernel on the GPUs of this process."""
 
-    def __init__(self, code: bytes, name: str, *, threads: int, shared: int) -> None:
-        """Take a kernel's machine code. shared: bytes of memory of a block, given at the launch."""
-        self._code, self._name = code, name
+    def __init__(self, file: Path, name: str, *, threads: int, shared: int) -> None:
+        """Take the file of a kernel's machine code.
+
+        shared: bytes of memory of a block, given at the launch.
+        """
+        self._file, self._name = file, name
         self._threads, self._shared = threads, shared
         self._functions: dict[int, Any] = {}
 
@@ -52,7 +68,7 @@ class Kernel:
         from cuda.bindings import driver
 
         torch.cuda.current_stream()  # makes the context
-        error, module = driver.cuModuleLoadData(self._code)
+        error, module = driver.cuModuleLoadData(self._file.read_bytes())
         _check(error)
         error, function = driver.cuModuleGetFunction(module, self._name.encode())
         _check(error)
@@ -61,19 +77,45 @@ class Kernel:
         return function
 
 
+class Kernels(Generic[FormT]):
+    """The forms of a kernel, each compiled when it is first needed."""
+
+    def __init__(
+        self, compiled: Callable[[FormT], Path], kernel: Callable[[Path, FormT], Kernel]
+    ) -> None:
+        """Take the functions that compile a form and that load it from its file."""
+        self._compiled, self._kernel = compiled, kernel
+        self._loaded: dict[FormT, Kernel] = {}
+
+    def to_launch(self, form: FormT, x: Tensor) -> Kernel | None:
+        """Return the kernel, or None where kernels are only compiled, or x is on no GPU."""
+        if _holds:
+            hold, compilation = _holds[-1], functools.partial(self._compiled, form)
+            if (self, form) not in hold.compilations:
+                hold.compilations[self, form] = hold.compiler.submit(compilation)
+            return None
+        if not x.is_cuda:
+            self._compiled(form)
+            return None
+        if form not in self._loaded:
+            self._loaded[form] = self._kernel(self._compiled(form), form)
+        return self._loaded[form]
+
+
 @contextlib.contextmanager
-def compiling_only() -> Iterator[None]:
-    """Launch no kernel within the context, while no other thread launches one."""
-    _holds.append(None)
+def compiling_only(compiler: Executor) -> Iterator[None]:
+    """Compile the kernels launched inside this context with `compiler`, and run none of them.
+
+    All compilations are done when the context ends, or as far as the futures of `compiler` are. No
+    other thread may launch a kernel meanwhile.
+    """
+    _holds.append(_Hold(compiler))
     try:
         yield
     finally:
-        _holds.pop()
-
-
-def launches(x: Tensor) -> bool:
-    """Return whether kernels run on x's device now, rather than being compiled."""
-    return x.is_cuda and not _holds
+        hold = _holds.pop()
+    for compilation in hold.compilations.values():
+        compilation.result()
 
 
 def runs_or_compiles(x: Tensor) -> bool:

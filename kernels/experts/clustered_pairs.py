@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sidestep.kernels.cuda.compiler import cubin
-from sidestep.kernels.cuda.launcher import Kernel, launches
+from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.cuda.tile_maps import tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
@@ -67,13 +68,8 @@ class _Values(NamedTuple):
     scales: Tensor | None = None
 
 
-@functools.cache
-def _kernel(form: Form) -> Kernel:
-    return Kernel(compiled(form), "expert_products", threads=_THREADS, shared=_SHARED)
-
-
-def compiled(form: Form) -> bytes:
-    """Return the machine code for this form."""
+def compiled(form: Form) -> Path:
+    """Return the file of the machine code for this form."""
     gelu, alpha, limit = form.activation
     defines: dict[str, int | str] = {
         "GATED": int(form.gated),
@@ -95,6 +91,13 @@ def compiled(form: Form) -> bytes:
         kind = "f16" if form.dtype == torch.float16 else "bf16"
         instruction = wgmma_source(_COLUMNS, kind, 16)
     return cubin("expert_products", defines, {"wgmma.cuh": instruction})
+
+
+def _kernel(file: Path, _: Form) -> Kernel:
+    return Kernel(file, "expert_products", threads=_THREADS, shared=_SHARED)
+
+
+_KERNELS = Kernels(compiled, _kernel)
 
 
 def memory_of(matrix: ExpertMatrix | ExpertCodes) -> Tensor:
@@ -172,8 +175,8 @@ def _launch(
     num_pairs: int,
 ) -> None:
     """Launch a product of all tiles."""
-    kernel = _kernel(form)
-    if not launches(out.rows):
+    kernel = _KERNELS.to_launch(form, out.rows)
+    if kernel is None:
         return
     numbers = x.rows.shape[1]
     weight = memory_of(matrix).view(x.rows.dtype)

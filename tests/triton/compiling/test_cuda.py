@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton import knobs
 
+from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
 from sidestep.kernels.experts import clustered_pairs
@@ -39,8 +40,7 @@ def test_threads_have_enough_registers(
     """Registers that do not suffice make a loop slower, and the compiler only says so."""
     monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
     caplog.set_level(logging.DEBUG, compiler.__name__)
-    code = clustered_pairs.compiled(form)
-    assert code[:4] == b"\x7fELF"
+    assert clustered_pairs.compiled(form).read_bytes()[:4] == b"\x7fELF"
     (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
     # Biases beside scales of rows are rare in files.
     assert int(stack) <= (192 if form.row_scales and form.bias else 64)
@@ -50,9 +50,29 @@ def test_threads_have_enough_registers(
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     form = FORMS[0]
     first = clustered_pairs.compiled(form)
-    assert [path.suffix for path in (tmp_path / "cuda").iterdir()] == [".cubin"]
+    assert list((tmp_path / "cuda").iterdir()) == [first]
+    assert first.suffix == ".cubin"
     monkeypatch.setattr(compiler, "_compile", None)
     assert clustered_pairs.compiled(form) == first
+
+
+def test_an_executor_compiles_each_form_once(tmp_path: Path) -> None:
+    x = torch.empty(0, device="meta")
+    with CompilerThreads(2) as threads, compiling_only(threads):
+        for form in (FORMS[0], FORMS[-1], FORMS[0]):
+            assert clustered_pairs._KERNELS.to_launch(form, x) is None
+    assert len(list((tmp_path / "cuda").iterdir())) == 2
+
+
+def test_the_error_of_an_executor_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clustered_pairs._KERNELS, "_compiled", lambda form: cubin("none", {}, {}))
+    x = torch.empty(0, device="meta")
+    with (
+        pytest.raises(FileNotFoundError),
+        CompilerThreads(1) as threads,
+        compiling_only(threads),
+    ):
+        clustered_pairs._KERNELS.to_launch(FORMS[0], x)
 
 
 def test_an_error_says_what_the_compiler_says() -> None:
