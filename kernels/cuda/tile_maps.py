@@ -16,8 +16,10 @@ BYTES = 128
 """Bytes of a descriptor, which also lies at a multiple of them."""
 L2_128, L2_256 = 2, 3
 """How many bytes L2 reads from memory where it lacks a line (CUtensorMapL2promotion)."""
-_SWIZZLE_128 = 3
+_PLAIN, _SWIZZLE_128 = 0, 3
 """CUtensorMapSwizzle."""
+_SWIZZLED = 128
+"""Bytes of a tile's row in that pattern."""
 _KINDS = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.bfloat16: 9}
 """CUtensorMapDataType."""
 Arguments = tuple[Any, ...]
@@ -32,11 +34,13 @@ class TileMap(ctypes.Structure):
 def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:
     """Return the descriptor of tiles of x [T, K], whose rows may lie apart.
 
-    Tiles lie in shared memory in the pattern for 128 bytes a row; what is outside x is zero.
+    Tiles lie in shared memory in the pattern for 128 bytes a row, or row after row if these are
+    shorter; what is outside x is zero.
     """
     block, shape = (rows, row_bytes // x.itemsize), (x.shape[0], x.shape[1])
     kind, strides, zeros = _KINDS[x.dtype], (x.stride(0), 1), 0
-    return _aligned((x.data_ptr(), _SWIZZLE_128, x.itemsize, kind, block, shape, strides, zeros))
+    swizzle = _SWIZZLE_128 if row_bytes == _SWIZZLED else _PLAIN
+    return _aligned((x.data_ptr(), swizzle, x.itemsize, kind, block, shape, strides, zeros))
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -28,6 +28,7 @@ from sidestep.kernels.products.streamed_config import (
     WideConfig,
     padded,
 )
+from sidestep.kernels.quantized import clustered_codes
 from sidestep.kernels.quantized.coded_matrix import ROUNDED
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -339,6 +340,8 @@ def coded_gated_linear(
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
+    if rounded is None and _rows_of(x) > MAX_ROWS and clustered_codes.takes(matrix):
+        return clustered_codes.multiply(normed(x), matrix, bias, gated=True)
     fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
     found = _own(x, rounded, matrix, bias, gated=fused, halves=True)
     return found if fused else silu_mul(found)
@@ -376,6 +379,9 @@ def _own(
 
 def _wide(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
     """Write the product to out by the kernel for Hopper and many rows, or add it."""
+    if not add and clustered_codes.takes(matrix):
+        clustered_codes.launch(x, matrix, bias, out)
+        return
     from sidestep.kernels.products.wide_codes_gluon import launch
 
     launch(x, matrix, bias, out, add, wide_config(len(x), matrix))

@@ -60,6 +60,22 @@ __device__ __forceinline__ void named_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
+// ---- Shared memory ----
+
+__device__ __forceinline__ uint4 four_words(u32 address) {
+    uint4 found;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
+                 : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ float number(u32 address) {
+    float found;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(address));
+    return found;
+}
+
 // ---- Clusters ----
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -99,6 +115,10 @@ __device__ __forceinline__ void copy_16(u32 target, const void* source, int byte
     asm volatile(
         "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
         : "memory");
+}
+
+__device__ __forceinline__ void copy_4(u32 target, const void* source) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
 // Arrives at a barrier when the copies of this thread are done.

@@ -16,6 +16,7 @@ from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
 from sidestep.kernels.experts import clustered_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
+from sidestep.kernels.quantized import clustered_codes
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
 FORMS = [
@@ -44,6 +45,26 @@ def test_threads_have_enough_registers(
     (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
     # Biases beside scales of rows are rare in files.
     assert int(stack) <= (192 if form.row_scales and form.bias else 64)
+    assert "serialized" not in caplog.text, "products would wait for one another"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [0, 128])
+@pytest.mark.parametrize("tokens", clustered_codes._TOKENS)
+def test_codes_have_enough_registers(
+    tokens: int,
+    group: int,
+    dtype: torch.dtype,
+    gated: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
+    caplog.set_level(logging.DEBUG, compiler.__name__)
+    clustered_codes.compiled(clustered_codes.Form(dtype, tokens, group, True, gated, True))
+    (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
+    assert int(stack) <= 16
     assert "serialized" not in caplog.text, "products would wait for one another"
 
 

@@ -1,0 +1,399 @@
+// x W^T for more rows of x than a decoding product takes, where W is in codes of four bits.
+//
+// A block computes W x^T for tiles of 128 rows of W and TOKENS rows of x. Two warps load steps of 128
+// columns into a ring: the copy engine brings codes and x, the second warp scales. Two warpgroups
+// decode 64 rows of W each, in registers, from which the tensor cores take their first operand. They
+// decode 16 columns while the tensor cores work on those before.
+//
+// A cluster of two blocks has two tiles of W and the same rows of x, of which each block loads half
+// for both. All steps of all tiles are dealt out evenly: a cluster may end in the middle of a tile,
+// and the next one goes on there (stream-K, Osama et al. 2023). Such parts go through memory, and
+// the cluster that began the tile adds them in their order.
+//
+// With GATED, W is a gate's matrix over another one, a tile has 64 rows of each, and the result is
+// silu(gate) * up. A thread has sums of both, so nothing is exchanged.
+//
+// The compiler is given: TOKENS, STAGES, HALF (0: bfloat16, 1: float16), ZEROS (1 if the lowest four
+// bits of a scale are its group's zero, which is else 8), GROUP (columns that share a scale, a
+// multiple of 128, or 0 for all), GATED, WITH_BIAS.
+#include "hopper.cuh"
+#include "numbers.cuh"
+#include "wgmma.cuh"
+
+constexpr int ROWS = 128, STEP = 128;
+constexpr int W_BYTES = ROWS * STEP / 2, X_BYTES = TOKENS * STEP * 2, STAGE_BYTES = W_BYTES + X_BYTES;
+// The copy engine's pattern has 64 columns of x, so a step has two boxes.
+constexpr int BOX_BYTES = X_BYTES / 2, PART = TOKENS / 2;
+// Scales of a step lie behind the ring. A step is there when its bytes are, and 32 threads' scales.
+constexpr int SCALES_BYTES = 4 * ROWS, ARRIVALS = 1 + (GROUP ? 32 : 0);
+constexpr int SUMS = TOKENS / 2;
+// Products of a step, of 16 columns each, and those of a thread that the tensor cores may have.
+constexpr int PRODUCTS = STEP / 16, PENDING = 3;
+// Columns of the result of a tile. The two rows of W of which a thread has sums are APART.
+constexpr int WIDTH = GATED ? ROWS / 2 : ROWS, APART = GATED ? ROWS / 2 : 8;
+constexpr int LOADING = 40, MULTIPLYING = 232;
+constexpr int THREADS = 256;  // that multiply
+
+static_assert(PART % 8 == 0 && TOKENS <= 256, "tiles");
+
+struct Sizes {
+    // outputs: columns of the result.
+    int tokens, outputs, steps;
+    // Tiles of x, and pairs of tiles of W.
+    int token_tiles, pairs;
+    int out_stride, height, groups, across;
+};
+
+// A part of a tile: the steps from `first` on.
+struct Item {
+    int token, column, first, steps;
+    // Clusters that share the tile, and which of them this is.
+    int tile, shares, share;
+};
+
+// The steps of a cluster among all.
+struct Range {
+    int begin, end;
+};
+
+__device__ __forceinline__ Range range_of(int cluster, int clusters, const Sizes& sizes) {
+    const u64 all = u64(sizes.pairs) * sizes.token_tiles * sizes.steps;
+    return {int(all * cluster / clusters), int(all * (cluster + 1) / clusters)};
+}
+
+// Returns the cluster that has a step.
+__device__ __forceinline__ int cluster_of(int step, int clusters, const Sizes& sizes) {
+    const u64 all = u64(sizes.pairs) * sizes.token_tiles * sizes.steps;
+    return int(((u64(step) + 1) * clusters - 1) / all);
+}
+
+__device__ __forceinline__ Item item_of(
+    int at, int end, int cluster, int clusters, int rank, const Sizes& sizes) {
+    Item item;
+    item.tile = at / sizes.steps, item.first = at % sizes.steps;
+    item.steps = min(sizes.steps - item.first, end - at);
+    item.token = item.tile % sizes.token_tiles * TOKENS;
+    item.column = (item.tile / sizes.token_tiles * 2 + rank) * WIDTH;
+    const int from = cluster_of(item.tile * sizes.steps, clusters, sizes);
+    item.shares = cluster_of(item.tile * sizes.steps + sizes.steps - 1, clusters, sizes) - from + 1;
+    item.share = cluster - from;
+    return item;
+}
+
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++slot == STAGES) slot = 0, phase ^= 1;
+    }
+};
+
+// Returns a row of W of a tile.
+__device__ __forceinline__ int row_of(int place, const Item& item, const Sizes& sizes) {
+    const int column = min(item.column + place % WIDTH, sizes.outputs - 1);
+    return column + (GATED && place >= WIDTH ? sizes.outputs : 0);
+}
+
+// Returns where the scale of a row is in a step.
+__device__ __forceinline__ int place_of_scale(int row, int step, const Sizes& sizes) {
+    const int group = GROUP ? min(step / (GROUP ? GROUP / STEP : 1), sizes.groups - 1) : 0;
+    return group * sizes.across + row / sizes.height;
+}
+
+// A group's scale twice in 16 bits, and what is added to its numbers to take away their offset.
+struct Scale {
+    u32 factor, less;
+
+    __device__ __forceinline__ explicit Scale(float given) {
+        const u32 bits = __float_as_uint(given);
+        const u32 zero = ZEROS ? bits & 15 : 8;
+        const float clean = ZEROS ? __uint_as_float(bits & ~15u) : given;
+        factor = GROUP ? packed(clean, clean) : 0;
+        // -128 or -1024, whose lowest bit counts 1, twice.
+        less = (HALF ? 0xE400E400 : 0xC300C300) + zero * 0x00010001;
+    }
+};
+
+// Returns two numbers of a word of eight codes, of which `place` says which.
+__device__ __forceinline__ u32 decoded(u32 word, int place, const Scale& scale) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;"
+        : "=r"(bits)
+        : "r"(word >> (4 * place)), "n"(HALF ? 0x64006400 : 0x43004300));
+    if (HALF) {
+        asm("add.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.less));
+        if (GROUP) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.factor));
+    } else {
+        asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.less));
+        if (GROUP) asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.factor));
+    }
+    return bits;
+}
+
+// Codes of a step of two rows of W, and their scales.
+struct Codes {
+    uint4 low, high;
+    float scales[2];
+
+    __device__ __forceinline__ u32 word(int i, bool upper) const {
+        const uint4& words = upper ? high : low;
+        return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+    }
+};
+
+// Decodes the codes of 16 columns, the k-th of a step.
+__device__ __forceinline__ void decode(
+    u32 (&numbers)[4], const Codes& codes, int k, const Scale (&scale)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            numbers[2 * half + i] = decoded(codes.word(k / 2, i), 2 * (k % 2) + half, scale[i]);
+}
+
+// Keeps registers that the tensor cores read from being used for something else before this place.
+__device__ __forceinline__ void hold_numbers(u32 (&numbers)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) asm volatile("" : "+r"(numbers[i])::"memory");
+}
+
+// Keeps the compiler from computing an address again and again.
+__device__ __forceinline__ u32 kept(u32 address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+// Transposes 8 x 8 numbers of 16 bits, of which each thread has a word.
+__device__ __forceinline__ u32 transposed(u32 word) {
+    u32 found;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(word));
+    return found;
+}
+
+// Rounds as kernels/triton/silu_mul_triton.py does.
+__device__ __forceinline__ float activated(float gate, float up) {
+    gate = rounded(gate);
+    return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
+}
+
+// Writes the results of a tile. A thread has two neighbouring rows of x of each 8, of two rows of W.
+// place: the first of the warp's rows of W in the tile.
+__device__ __forceinline__ void finish(
+    const float (&sum)[SUMS], const Item& item, int place, const Sizes& sizes,
+    const float (&factors)[2], const u16* bias, u16* out) {
+    const int lane = threadIdx.x % 32, quad = lane % 4;
+    float added[2] = {0.0f, 0.0f};
+    if (WITH_BIAS)
+        for (int i = 0; i < 2; i++)
+            added[i] = widened(bias[row_of(place + lane / 4 + i * APART, item, sizes)]);
+    const int column = item.column + place + (GATED ? 2 * quad : 8 * (quad / 2) + 4 * (quad & 1));
+    const int token = item.token + lane / 4;
+    u16* target = out + u64(token) * sizes.out_stride + column;
+#pragma unroll
+    for (int j = 0; j < TOKENS / 8; j++, target += 8 * u64(sizes.out_stride)) {
+        float value[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            value[i] = sum[4 * j + i] * (GROUP ? 1.0f : factors[i / 2]) + added[i / 2];
+        const bool inside = token + 8 * j < sizes.tokens && column < sizes.outputs;
+        if (GATED) {
+            const u32 both = transposed(
+                packed(activated(value[0], value[2]), activated(value[1], value[3])));
+            if (inside) *reinterpret_cast<u32*>(target) = both;
+        } else {
+            const uint2 four = four_columns(
+                transposed(packed(value[0], value[1])), transposed(packed(value[2], value[3])));
+            if (inside) *reinterpret_cast<uint2*>(target) = four;
+        }
+    }
+}
+
+// Leaves a part of a tile for the cluster that began it.
+__device__ __forceinline__ void leave(const float (&sum)[SUMS], float* part, int* counter) {
+#pragma unroll
+    for (int i = 0; i < SUMS; i += 4)
+        __stcg(
+            reinterpret_cast<float4*>(part + i * THREADS) + threadIdx.x,
+            make_float4(sum[i], sum[i + 1], sum[i + 2], sum[i + 3]));
+    __threadfence();
+    named_sync<THREADS>(1);
+    if (threadIdx.x == 0) atomicAdd(counter, 1);
+}
+
+// Adds the parts of the clusters that went on with a tile, in their order.
+__device__ __forceinline__ void gather(
+    float (&sum)[SUMS], const float* part, int shares, u64 stride, int* counter) {
+    if (threadIdx.x == 0) {
+        while (atomicAdd(counter, 0) < shares - 1) {}
+        *counter = 0;
+        __threadfence();
+    }
+    named_sync<THREADS>(1);
+    for (int share = 1; share < shares; share++, part += stride)
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) {
+            const float4 four =
+                __ldcg(reinterpret_cast<const float4*>(part + i * THREADS) + threadIdx.x);
+            sum[i] += four.x, sum[i + 1] += four.y, sum[i + 2] += four.z, sum[i + 3] += four.w;
+        }
+}
+
+extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) coded_product(
+    const __grid_constant__ TileMap x_map, const __grid_constant__ TileMap w_map,
+    const float* __restrict__ scales, const u16* __restrict__ bias, u16* out, float* partials,
+    int* counters, const __grid_constant__ Sizes sizes) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    const u32 ring_at = kept(shared_address(memory)), scales_at = ring_at + STAGES * STAGE_BYTES;
+    const u32 full = kept(shared_address(barriers)), empty = full + 8 * STAGES;
+    const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
+    const int rank = cluster_rank();
+    // A cluster waits for those behind it in the order of steps. These start before it.
+    const int clusters = gridDim.x / 2, cluster = clusters - 1 - blockIdx.x / 2;
+    if (threadIdx.x == 0) {
+        for (int slot = 0; slot < STAGES; slot++) {
+            barrier_init(full + 8 * slot, ARRIVALS);
+            barrier_init(empty + 8 * slot, 16);
+        }
+        barrier_init_done();
+    }
+    cluster_sync();
+    const Range range = range_of(cluster, clusters, sizes);
+
+    if (warpgroup == 2) {
+        fewer_registers<LOADING>();
+        if (threadIdx.x == THREADS) {
+            Ring ring;
+            auto load_w = [&](int slot, int column, int step) {
+                for (int box = 0; box < 1 + GATED; box++)
+                    load_tile<false>(
+                        &w_map, ring_at + slot * STAGE_BYTES + X_BYTES + box * (W_BYTES / 2),
+                        full + 8 * slot, step * (STEP / 2), column + box * sizes.outputs, 0);
+            };
+            auto load_x = [&](int slot, int token, int step) {
+                for (int box = 0; box < 2; box++)
+                    load_tile<true>(
+                        &x_map,
+                        ring_at + slot * STAGE_BYTES + box * BOX_BYTES + rank * PART * 128,
+                        full + 8 * slot, step * STEP + box * 64, token + rank * PART, 3);
+            };
+            // Codes come first: another kernel may still write x.
+            Item item = item_of(range.begin, range.end, cluster, clusters, rank, sizes);
+            const int early = min(STAGES, range.begin < range.end ? item.steps : 0);
+            for (int i = 0; i < early; i++) {
+                barrier_expect(full + 8 * i, STAGE_BYTES);
+                load_w(i, item.column, item.first + i);
+            }
+            wait_for_kernels_before();
+            let_next_kernel_start();
+            for (int i = 0; i < early; i++) {
+                load_x(i, item.token, item.first + i);
+                ring.next();
+            }
+            int done = early;
+            for (int at = range.begin; at < range.end; at += item.steps) {
+                item = item_of(at, range.end, cluster, clusters, rank, sizes);
+                for (; done < item.steps; done++) {
+                    barrier_wait(empty + 8 * ring.slot, ring.phase ^ 1);
+                    barrier_expect(full + 8 * ring.slot, STAGE_BYTES);
+                    load_w(ring.slot, item.column, item.first + done);
+                    load_x(ring.slot, item.token, item.first + done);
+                    ring.next();
+                }
+                done = 0;
+            }
+        } else if (GROUP && threadIdx.x / 32 == THREADS / 32 + 1) {
+            Ring ring;
+            for (int at = range.begin; at < range.end;) {
+                const Item item = item_of(at, range.end, cluster, clusters, rank, sizes);
+                for (int i = 0; i < item.steps; i++, at++, ring.next()) {
+                    barrier_wait(empty + 8 * ring.slot, ring.phase ^ 1);
+                    const u32 target = scales_at + ring.slot * SCALES_BYTES;
+#pragma unroll
+                    for (int row = lane; row < ROWS; row += 32)
+                        copy_4(
+                            target + 4 * row,
+                            scales + place_of_scale(
+                                         row_of(row, item, sizes), item.first + i, sizes));
+                    arrive_when_copied(full + 8 * ring.slot);
+                }
+            }
+        }
+    } else {
+        more_registers<MULTIPLYING>();
+        wait_for_kernels_before();
+        Ring ring;
+        // The warp's first row of W in a tile, and the thread's.
+        const int warp_row = threadIdx.x / 32 * (WIDTH / 8), own = warp_row + lane / 4;
+        const u32 codes_at = kept(ring_at + X_BYTES + own * (STEP / 2) + lane % 4 * 16);
+        const u32 own_scales_at = kept(scales_at + 4 * own);
+        // Lets the loading warps of both blocks fill the slot of so many steps before this one.
+        auto release_before = [&](int steps) {
+            const int slot = ring.slot - steps + (ring.slot < steps ? STAGES : 0);
+            if (lane < 2) barrier_arrive(empty + 8 * slot, lane);
+        };
+        float factors[2] = {1.0f, 1.0f};
+        auto next_codes = [&]() {
+            const u32 place = codes_at + ring.slot * STAGE_BYTES;
+            const u32 given = own_scales_at + ring.slot * SCALES_BYTES;
+            barrier_wait(full + 8 * ring.slot, ring.phase);
+            Codes codes{four_words(place), four_words(place + APART * (STEP / 2))};
+            for (int i = 0; i < 2; i++)
+                codes.scales[i] = GROUP ? number(given + 4 * APART * i) : factors[i];
+            return codes;
+        };
+        Item item;
+        for (int at = range.begin; at < range.end; at += item.steps) {
+            item = item_of(at, range.end, cluster, clusters, rank, sizes);
+            if (!GROUP)
+                for (int i = 0; i < 2; i++)
+                    factors[i] = __ldg(
+                        scales + place_of_scale(row_of(own + i * APART, item, sizes), 0, sizes));
+            float sum[SUMS];
+            u32 numbers[PRODUCTS][4];
+            Codes codes = next_codes();
+            for (int step = 0; step < item.steps; step++) {
+                const Scale scale[2] = {Scale(codes.scales[0]), Scale(codes.scales[1])};
+                const u64 x_tile = rows_of_128(ring_at + ring.slot * STAGE_BYTES);
+                Codes coming = codes;
+                ring.next();
+#pragma unroll
+                for (int k = 0; k < PRODUCTS; k++) {
+                    decode(numbers[k], codes, k, scale);
+                    hold(sum), hold_numbers(numbers[k]);
+                    wgmma_fence();
+                    multiply(
+                        sum, numbers[k], x_tile + k / 4 * (BOX_BYTES / 16) + k % 4 * 2,
+                        step + k > 0);
+                    wgmma_commit();
+                    wgmma_wait<PENDING>();
+                    if (k == PENDING) {
+                        // All products of the step before are done.
+                        if (step > 0) release_before(2);
+                        if (step + 1 < item.steps) coming = next_codes();
+                    }
+                }
+                codes = coming;
+            }
+            wgmma_wait<0>();
+            hold(sum);
+            release_before(1);
+            if (ZEROS)
+                for (int i = 0; i < 2; i++)
+                    factors[i] = __uint_as_float(__float_as_uint(factors[i]) & ~15u);
+            // What another cluster began goes there. A cluster leaves one such part, its first.
+            const u64 stride = u64(2) * SUMS * THREADS;
+            float* part = partials + cluster * stride + rank * (SUMS * THREADS);
+            int* counter = counters + item.tile * 2 + rank;
+            if (item.share > 0) {
+                leave(sum, part, counter);
+                continue;
+            }
+            if (item.shares > 1) gather(sum, part + stride, item.shares, stride, counter);
+            finish(sum, item, warp_row, sizes, factors, bias, out);
+        }
+    }
+    // A block's memory must stay until the other has written and arrived there.
+    cluster_sync();
+}
