@@ -22,6 +22,8 @@ from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.ops.token_masks import mask_tokens
 
+_TILED = 1024
+"""Tokens up to which the number of tokens may decide on the kernels of products."""
 _TIMEOUT_S = 300.0
 """Seconds that a worker waits at most before it compiles the kernels itself."""
 
@@ -35,6 +37,11 @@ def warm_up(setup: GpuSetup, memory: StepMemory, parallel: Parallel, kernels: St
     num_threads = max(1, available_cores() // sharing)
     with CompilerThreads(num_threads) as threads, compiling_only(threads):
         launch_all(setup, memory, parallel, kernels)
+    load_products(setup, kernels)
+
+
+def load_products(setup: GpuSetup, kernels: StepKernels) -> None:
+    """Run the products of all sizes that steps without a graph have."""
     kernels.model.decoder.warm_up(range(PAD, setup.limits.max_num_batched_tokens + 1, PAD))
 
 
@@ -85,6 +92,8 @@ def launch_all(
                 kernels.launch(sizes, sizes.layout, empty=torch.zeros)
         # A step may have any number of prompt tokens whose logits are asked for.
         model.decoder.warm_up((1, 2, 16, 32, 64, 65), with_head=last)
+        # Products of some hundred rows have tiles by their number.
+        model.decoder.warm_up(range(PAD, min(_TILED, tokens) + 1, PAD))
         copied = np.zeros(1, np.int32)
         kernels.attention.copy_blocks(copied, copied)
         if kernels.recurrent is not None:

@@ -3,20 +3,26 @@
 Arguments: `MODEL COMMAND [SIZES]`. `keys` prints in JSON two lists of the kernels to compile for
 each of SIZES, a JSON list of (ranks, stages, drafts): for tensors without memory, as
 executor/processes/kernel_compiler.py uses them, and for tensors with memory, on the CPU, with a
-cache of many blocks. `ahead` compiles. `worker` compiles too, in threads as a worker does, and
-prints for each kernel whether it was in Triton's cache. `holds`, with the options of an engine,
-prints whether the process beside its starting worker would find all kernels there.
+cache of many blocks. `sizes` prints the kernels that are compiled ahead, and those that a worker
+launches beside them when it loads the products of all sizes. `ahead` compiles. `worker` compiles
+too, in threads as a worker does, and prints for each kernel whether it was in Triton's cache.
+`holds`, with the options of an engine, prints whether the process beside its starting worker would
+find all kernels there.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import triton
 
+from sidestep.executor.gpu import warm_up
+from sidestep.executor.gpu.gpu_setup import GpuSetup
+from sidestep.executor.gpu.step_kernels import StepKernels
 from sidestep.executor.gpu.warm_up import launch_without_gpu
 from sidestep.executor.parallel.parallel_state import LoneRank
 from sidestep.executor.processes.kernel_compiler import Note, compile_ahead, ranks_that_differ
@@ -74,6 +80,45 @@ def keys(path: str, ranks: int, stages: int, drafts: int) -> list[list[str]]:
     return [sorted(set(each)) for each in found]
 
 
+class _Notes(CompilerThreads):
+    """Executor that notes forms of kernels in CUDA C++, and compiles nothing."""
+
+    def __init__(self, found: list[list[str]]) -> None:
+        super().__init__(1)
+        self._found = found
+
+    def submit(self, compilation: Any, /, *_: Any, **__: Any) -> Future[Any]:
+        self._found[-1].append(str(compilation.args))
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+
+def sizes(path: str) -> list[list[str]]:
+    found: list[list[str]] = [[]]
+
+    def note(*, key: str, fn: Any, **_: Any) -> bool:
+        found[-1].append(f"{fn.name} {key}")
+        return True
+
+    launch_all = warm_up.launch_all
+
+    def all_and_sizes(setup: GpuSetup, memory: Any, parallel: Any, kernels: StepKernels) -> None:
+        launch_all(setup, memory, parallel, kernels)
+        found.append([])
+        warm_up.load_products(setup, kernels)
+
+    warm_up.launch_all = all_and_sizes
+    triton.knobs.runtime.jit_cache_hook = note
+    compile_for(GPU)
+    args = worker_args(path, "float16")
+    limits = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8448)
+    with _Notes(found) as notes, compiling_only(notes):
+        launch_without_gpu(replace(args, scheduler=limits, max_model_len=1000), LoneRank(0, 1))
+    ahead, beside = (set(each) for each in found)
+    return [sorted(ahead), sorted(beside - ahead)]
+
+
 def worker(path: str) -> list[tuple[str, bool]]:
     found: list[tuple[str, bool]] = []
 
@@ -96,6 +141,8 @@ if __name__ == "__main__":
         options = EngineArgs.from_cli_args(parser.parse_args(["serve", model, *rest]))
         started = WorkerArgs.of(options.create_engine_config(), rank=0)
         print(json.dumps(Note(started, GPU).holds()))
+    elif command == "sizes":
+        print(json.dumps(sizes(model)))
     elif command == "worker":
         print(json.dumps(worker(model)))
     else:

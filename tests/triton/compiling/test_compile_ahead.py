@@ -124,6 +124,20 @@ def test_a_model_that_pools_needs_no_sampler(tmp_path: Path) -> None:
         assert not kernels & {"_choose_tokens", "_mask_tokens", "_accept"}
 
 
+def test_products_of_all_sizes_need_no_other_kernels(tmp_path: Path) -> None:
+    """A kernel of 640 rows was compiled by the worker, which took four seconds of its start."""
+    model = Path(write_model("llama-gqa", tmp_path / "model", num_hidden_layers=1))
+    config = json.loads((model / "config.json").read_text())
+    config |= {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    config |= {"num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "float16"}
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    config["quantization_config"] = awq | {"version": "gemm"}
+    (model / "config.json").write_text(json.dumps(config))
+    ahead, beside = json.loads(run(tmp_path / "cache", "compile_ahead", str(model), "sizes"))
+    assert {"_wide_codes", "_streamed_codes"} <= {key.split()[0] for key in ahead}
+    assert beside == []
+
+
 def test_coded_matrices_without_memory_need_the_same_kernels(tmp_path: Path) -> None:
     without, with_memory = json.loads(run(tmp_path / "cache", "compile_quantized"))
     assert without == with_memory
