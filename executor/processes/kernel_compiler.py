@@ -25,12 +25,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import msgspec
 
 from sidestep.executor.gpu.cuda_driver import find_gpu
+from sidestep.executor.processes.torch_without import do_without_long_imports
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.logs import tell
 from sidestep.ipc.config import triton_environment
@@ -171,7 +170,7 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     """
     thread = threading.Thread(target=_know_triton)
     thread.start()
-    _do_without_dynamo()
+    do_without_long_imports()
     from sidestep.executor.gpu.warm_up import launch_without_gpu
     from sidestep.executor.parallel.parallel_state import LoneRank
     from sidestep.executor.processes.forks import Forks
@@ -199,17 +198,6 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
         for stage in sorted({0, min(1, stages - 1), stages - 1}, reverse=True)
         for rank in range(min(2, size))
     ]
-
-
-def _do_without_dynamo() -> None:
-    """Replace torch's compiler by an empty module.
-
-    torch's meta functions that are written in Python ask the compiler not to look at them, and
-    importing it takes seconds. Nothing else here needs it.
-    """
-    stand_in: Any = ModuleType("torch._dynamo")
-    stand_in.disable = lambda function, *_, **__: function
-    sys.modules["torch._dynamo"] = stand_in
 
 
 def _know_triton() -> None:

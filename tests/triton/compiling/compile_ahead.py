@@ -149,3 +149,5 @@ if __name__ == "__main__":
         args = worker_args(model, "float32")
         compile_ahead(args, GPU, 2)
         assert Note(args, GPU).holds()
+        algebra = sys.modules["sympy"]
+        assert not hasattr(algebra, "__file__"), "the module takes a second to import"
