@@ -51,6 +51,7 @@ def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[byte
 
 
 def _drain(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Return all frames that have arrived: a message, or one of several that came together."""
     frames: list[bytes] = []
     while int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
         frames.append(socket.recv(zmq.NOBLOCK))
@@ -105,18 +106,20 @@ class FrontendChannel:
         self._is_sealed = True
         remove_address(self.address)
 
-    def send(self, message: ToCore) -> None:
-        """Queue a message. Never waits, once `seal` has seen the core connect.
+    def send(self, *messages: ToCore) -> None:
+        """Queue messages that arrive together. Never waits, once `seal` has seen the core connect.
 
-        A message to a core that has ended is lost; the core's end is reported separately. A forked
+        Messages to a core that has ended are lost; the core's end is reported separately. A forked
         child sends nothing.
         """
         if not self._is_ours:
             return
+        if self.address.is_remote:
+            messages = tuple(moved_to_core(each, -time.monotonic()) for each in messages)
         try:
-            if self.address.is_remote:
-                message = moved_to_core(message, -time.monotonic())
-            self._out.send(seal(message), zmq.NOBLOCK if self._is_sealed else 0)
+            # The parts of one message of ZeroMQ.
+            flags = zmq.NOBLOCK if self._is_sealed else 0
+            self._out.send_multipart(list(map(seal, messages)), flags)
         except zmq.Again:
             # Without a peer the socket would wait for one, on the thread that must learn that the
             # peer has ended.

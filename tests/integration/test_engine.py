@@ -55,6 +55,16 @@ async def test_many_requests_give_their_own_tokens(make_llm: MakeLLM, overlap: b
     await until_idle(llm)
 
 
+async def test_a_batch_begins_with_one_step_for_all_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    prompts = [[1 + (7 * i + j) % 200 for j in range(20)] for i in range(8)]
+    await asyncio.gather(*(tokens_of(llm, prompt, params_of(3)) for prompt in prompts))
+    await until_idle(llm)
+    first, *others = await llm.get_step_records()
+    assert (first.num_rows, first.num_tokens) == (8, 160)
+    assert len(others) == 2 and all(record.num_rows == 8 for record in others)
+
+
 async def test_a_repeated_prompt_is_taken_from_the_cache_until_it_is_reset(
     make_llm: MakeLLM,
 ) -> None:

@@ -42,6 +42,8 @@ class FakeChannel:
     def __init__(self) -> None:
         self.address = ClientAddress("", "")
         self.sent: list[ToCore] = []
+        self.sent_together: list[int] = []
+        """Numbers of messages that came at once."""
         self._waiting: list[ToFrontend | Broken] = []
         self.is_open = True
         self._bell, self._ring = socket.socketpair()
@@ -56,11 +58,13 @@ class FakeChannel:
     def seal(self) -> None:
         pass
 
-    def send(self, message: ToCore) -> None:
-        if isinstance(message, Call) and message.method == "idle":
-            self.say(Answer(call_id=message.call_id, result={"idle": 1.0}))
-        else:
-            self.sent.append(message)
+    def send(self, *messages: ToCore) -> None:
+        self.sent_together.append(len(messages))
+        for message in messages:
+            if isinstance(message, Call) and message.method == "idle":
+                self.say(Answer(call_id=message.call_id, result={"idle": 1.0}))
+            else:
+                self.sent.append(message)
 
     def fileno(self) -> int:
         return self._bell.fileno()

@@ -38,6 +38,24 @@ def test_both_directions_in_order() -> None:
     frontend.close()
 
 
+def test_messages_that_are_sent_together_arrive_together() -> None:
+    frontend = FrontendChannel()
+    core = CoreChannel([frontend.address])
+    sent = [Call(client=0, call_id=i, method="ping") for i in range(500)]
+    frontend.send(*sent[:499])
+    frontend.send(sent[499])
+    poll = select.poll()
+    poll.register(core.fileno(), select.POLLIN)
+    got = core.receive()
+    while not got:
+        assert poll.poll(10_000), "a message was lost"
+        got = core.receive()
+    assert got[:499] == sent[:499]
+    assert got[499:] + receive(core, 500 - len(got)) == sent[499:]
+    core.close()
+    frontend.close()
+
+
 def test_a_message_that_cannot_be_read_is_dropped_and_the_next_is_served() -> None:
     frontend = FrontendChannel()
     core = CoreChannel([frontend.address])

@@ -23,6 +23,8 @@ from sidestep import (
 from sidestep import ValidationError as Invalid
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.transport.messages import (
+    AbortRequests,
+    AddRequest,
     Answer,
     Call,
     Dead,
@@ -247,18 +249,45 @@ async def test_death_wakes_everybody_with_the_cause(llm: AsyncLLM, channel: Fake
     assert llm.errored
 
 
+async def test_requests_of_one_turn_of_the_loop_arrive_together(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
+    """A core at rest would begin a step with the first one alone."""
+    tasks = [asyncio.create_task(collect(llm)) for _ in range(20)]
+    await added(channel, 20)
+    assert channel.sent_together == [16, 4]
+    more = asyncio.create_task(collect(llm))
+    asking = asyncio.create_task(llm.get_stats())
+    await added(channel, 21)
+    assert [type(message) for message in channel.sent[20:]] == [AddRequest, Call]
+    for task in (*tasks, more, asking):
+        task.cancel()
+    await asyncio.gather(*tasks, more, asking, return_exceptions=True)
+
+
+async def test_a_request_that_ends_at_once_is_added_first(
+    llm: AsyncLLM, channel: FakeChannel
+) -> None:
+    states = await llm.start([5, 6])
+    llm.leave(*states)
+    assert [type(message) for message in channel.sent] == [AddRequest, AbortRequests]
+    await asyncio.sleep(0)
+    assert channel.sent_together == [2]
+
+
 async def test_a_request_is_queued_before_the_core_can_have_it(
     llm: AsyncLLM, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let a fast core schedule some choices while the frontend still prepares others."""
     scheduled = list[float]()
 
-    def send(message: Any) -> None:
-        channel.sent.append(message)
+    def send(*messages: Any) -> None:
+        channel.sent += messages
         scheduled.append(time.monotonic())
 
     monkeypatch.setattr(channel, "send", send)
     states = await llm.start([5, 6], SamplingParams(n=4))
+    await asyncio.sleep(0)
     assert len(scheduled) == 1
     for state in states:
         assert state.metrics.queued_ts is not None

@@ -30,7 +30,8 @@ async def send(llm: AsyncLLM, prompt: list[int]) -> tuple[Stream, asyncio.Task[R
     """Send a request; return it, and the task that waits for its first output."""
     stream = llm.generate(prompt, SamplingParams(max_tokens=8))
     task = asyncio.create_task(anext(stream))
-    await asyncio.sleep(0)
+    for _ in range(2):  # requests of the first turn are sent in the second
+        await asyncio.sleep(0)
     return stream, task
 
 
