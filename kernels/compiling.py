@@ -104,8 +104,6 @@ class Locks:
         A launcher depends on the types of the kernel's arguments alone, so their hash selects the
         byte that is locked.
         """
-        if isinstance(kernel, Path):
-            return kernel
         byte = zlib.crc32(repr(list(kernel.src.signature.values())).encode())
         fcntl.lockf(self._file, fcntl.LOCK_EX, 1, byte)
         try:

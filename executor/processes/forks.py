@@ -73,8 +73,10 @@ class Forks(Executor):
         """
         try:
             threading.Thread(target=end_with_parent, daemon=True).start()
-            file = _file_of(self._locks.with_launcher(compilation()))
-            os.write(self._results, f"{os.path.abspath(file)}\n".encode())
+            kernel = compilation()
+            if not isinstance(kernel, Path):  # as those in CUDA C++ are
+                kernel = _file_of(self._locks.with_launcher(kernel))
+            os.write(self._results, f"{os.path.abspath(kernel)}\n".encode())
         except BaseException as error:
             os.write(
                 self._results, f"{type(error).__name__}: {' '.join(str(error).split())}\n".encode()
@@ -84,9 +86,7 @@ class Forks(Executor):
 
 
 def _file_of(kernel: Any) -> Path:
-    """Return a file of a kernel in Triton's cache. kernel: what its compilation returned."""
-    if isinstance(kernel, Path):
-        return kernel
+    """Return a file of one of Triton's kernels in the cache."""
     files = map(Path, kernel.metadata_group.values())
     (file,) = (path for path in files if path.name == f"{kernel.name}.json")
     return file

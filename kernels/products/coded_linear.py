@@ -340,7 +340,8 @@ def coded_gated_linear(
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
-    if rounded is None and _rows_of(x) > MAX_ROWS and clustered_codes.takes(matrix):
+    wide = rounded is None and _rows_of(x) > MAX_ROWS and streams(matrix)
+    if wide and clustered_codes.takes(matrix):
         return clustered_codes.multiply(normed(x), matrix, bias, gated=True)
     fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
     found = _own(x, rounded, matrix, bias, gated=fused, halves=True)

@@ -17,7 +17,6 @@ from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
-from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
@@ -116,12 +115,9 @@ _KERNELS = Kernels(compiled, _kernel)
 
 
 def takes(matrix: DeviceMatrix) -> bool:
-    """Return whether the kernel multiplies this matrix here."""
-    gpu = gpu_of(matrix.device)
-    hopper = gpu is not None and gpu.capability == 90 and runs_or_compiles(matrix.words)
-    simple = matrix.kind == "int4" and matrix.minimums is None and matrix.group[1] % STEP == 0
-    aligned = matrix.shape[0] % 16 == 0 and matrix.shape[1] % 8 == 0
-    return hopper and simple and aligned and matrix.dtype != torch.float32 and compiles()
+    """Return whether the kernel multiplies a matrix that the kernels for Hopper take."""
+    fits = matrix.kind == "int4" and matrix.shape[0] % 16 == 0 and matrix.shape[1] % 8 == 0
+    return fits and runs_or_compiles(matrix.words) and compiles()
 
 
 def multiply(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, *, gated: bool) -> Tensor:

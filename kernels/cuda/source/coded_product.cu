@@ -80,15 +80,6 @@ __device__ __forceinline__ Item item_of(
     return item;
 }
 
-struct Ring {
-    int slot = 0;
-    u32 phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
 // Returns a row of W of a tile.
 __device__ __forceinline__ int row_of(int place, const Item& item, const Sizes& sizes) {
     const int column = min(item.column + place % WIDTH, sizes.outputs - 1);
@@ -171,10 +162,8 @@ __device__ __forceinline__ u32 transposed(u32 word) {
     return found;
 }
 
-// Rounds as kernels/triton/silu_mul_triton.py does.
 __device__ __forceinline__ float activated(float gate, float up) {
-    gate = rounded(gate);
-    return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * rounded(up);
+    return silu(rounded(gate)) * rounded(up);
 }
 
 // Writes the results of a tile. A thread has two neighbouring rows of x of each 8, of two rows of W.
@@ -264,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) c
     if (warpgroup == 2) {
         fewer_registers<LOADING>();
         if (threadIdx.x == THREADS) {
-            Ring ring;
+            Place<STAGES> ring;
             auto load_w = [&](int slot, int column, int step) {
                 for (int box = 0; box < 1 + GATED; box++)
                     load_tile<false>(
@@ -304,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) c
                 done = 0;
             }
         } else if (GROUP && threadIdx.x / 32 == THREADS / 32 + 1) {
-            Ring ring;
+            Place<STAGES> ring;
             for (int at = range.begin; at < range.end;) {
                 const Item item = item_of(at, range.end, cluster, clusters, rank, sizes);
                 for (int i = 0; i < item.steps; i++, at++, ring.next()) {
@@ -323,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) c
     } else {
         more_registers<MULTIPLYING>();
         wait_for_kernels_before();
-        Ring ring;
+        Place<STAGES> ring;
         // The warp's first row of W in a tile, and the thread's.
         const int warp_row = threadIdx.x / 32 * (WIDTH / 8), own = warp_row + lane / 4;
         const u32 codes_at = kept(ring_at + X_BYTES + own * (STEP / 2) + lane % 4 * 16);

@@ -46,17 +46,6 @@ struct Scales {
     float* inner;
 };
 
-// A slot of a ring in shared memory, and whether it is used for an odd time.
-template <int STAGES>
-struct Place {
-    int slot = 0;
-    u32 phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++slot == STAGES) slot = 0, phase ^= 1;
-    }
-};
-
 // The rings of a block, their barriers, and where a thread stands in them.
 struct Rings {
     u32 w, x, w_full, w_empty, x_full, x_empty;

@@ -18,7 +18,7 @@ __device__ __forceinline__ float activated(float gate, float up) {
         const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
         return rounded(__fdividef(gate, 1.0f + __expf(-2.0f * inner))) * up;
     }
-    return rounded(__fdividef(gate, 1.0f + __expf(-gate))) * up;
+    return silu(gate) * up;
 }
 
 // What sums of an expert's columns are multiplied by and what is added: null without it.

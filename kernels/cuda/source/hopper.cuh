@@ -62,6 +62,17 @@ __device__ __forceinline__ void named_sync(int barrier) {
 
 // ---- Shared memory ----
 
+// A slot of a ring in shared memory, and whether it is used for an odd time.
+template <int SLOTS>
+struct Place {
+    int slot = 0;
+    u32 phase = 0;
+
+    __device__ __forceinline__ void next() {
+        if (++slot == SLOTS) slot = 0, phase ^= 1;
+    }
+};
+
 __device__ __forceinline__ uint4 four_words(u32 address) {
     uint4 found;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

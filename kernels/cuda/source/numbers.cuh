@@ -29,6 +29,11 @@ __device__ __forceinline__ float rounded(float value) {
     return widened(packed(value, 0.0f) & 0xFFFF);
 }
 
+// Returns silu(gate), rounded as in kernels/triton/silu_mul_triton.py. gate: is rounded.
+__device__ __forceinline__ float silu(float gate) {
+    return rounded(__fdividef(gate, 1.0f + __expf(-gate)));
+}
+
 // Returns two numbers in e4m3, the first in the lower byte.
 __device__ __forceinline__ u16 codes_of(float low, float high) {
     u16 both;

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
 
@@ -80,11 +80,10 @@ def keys(path: str, ranks: int, stages: int, drafts: int) -> list[list[str]]:
     return [sorted(set(each)) for each in found]
 
 
-class _Notes(CompilerThreads):
-    """Executor that notes forms of kernels in CUDA C++, and compiles nothing."""
+class _Notes(Executor):
+    """Notes forms of kernels in CUDA C++, and compiles nothing."""
 
     def __init__(self, found: list[list[str]]) -> None:
-        super().__init__(1)
         self._found = found
 
     def submit(self, compilation: Any, /, *_: Any, **__: Any) -> Future[Any]:
@@ -113,7 +112,7 @@ def sizes(path: str) -> list[list[str]]:
     compile_for(GPU)
     args = worker_args(path, "float16")
     limits = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8448)
-    with _Notes(found) as notes, compiling_only(notes):
+    with compiling_only(_Notes(found)):
         launch_without_gpu(replace(args, scheduler=limits, max_model_len=1000), LoneRank(0, 1))
     ahead, beside = (set(each) for each in found)
     return [sorted(ahead), sorted(beside - ahead)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sidestep.kernels.cuda.compiler import compiles
-from sidestep.kernels.products.coded_linear import coded_gated_linear, coded_linear
+from sidestep.kernels.products.coded_linear import coded_gated_linear, coded_linear, streams
 from sidestep.kernels.quantized import clustered_codes
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.quantized.test_coded_linear import exact, on_device
@@ -45,7 +45,7 @@ def test_parts_of_tiles(form: Form, dtype: torch.dtype, gated: bool) -> None:
         x = buffer[:, :inputs].copy_(values.normal(rows, inputs, dtype=dtype))
         given = matrix_of(form, outputs, inputs, dtype)
         matrix = on_device(given)
-        assert clustered_codes.takes(matrix)
+        assert streams(matrix) and clustered_codes.takes(matrix)
         bias = guarded(values.normal(outputs, dtype=dtype)) if rows == 300 else None
         width = outputs // (1 + gated)
         whole = poisoned(rows, width + 8, dtype=dtype)
