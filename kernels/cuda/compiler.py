@@ -83,16 +83,18 @@ def _compile(
         (failed,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
         error, size = nvrtc.nvrtcGetProgramLogSize(program)
         _check(error)
-        said = b" " * size
+        # The library writes into what it is given, so that is never `bytes`: Python has one object
+        # for each single byte, and all that reads a space would find a zero from then on.
+        said = bytearray(size)
         _check(*nvrtc.nvrtcGetProgramLog(program, said))
         text = said.rstrip(b"\0").decode(errors="replace")
         if int(failed):
             raise CudaCompileError(f"{name}.cu with {options}: {text}")
         error, size = nvrtc.nvrtcGetCUBINSize(program)
         _check(error)
-        made = b" " * size
+        made = bytearray(size)
         _check(*nvrtc.nvrtcGetCUBIN(program, made))
-        return made, text
+        return bytes(made), text
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -77,6 +77,13 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert clustered_pairs.compiled(form) == first
 
 
+def test_the_library_writes_into_no_object_of_python() -> None:
+    """Python has one object for each single byte; what is written into it is read everywhere."""
+    clustered_pairs.compiled(FORMS[0])  # the compiler says nothing of it: a text of one byte
+    every = bytes(range(256))
+    assert [every[i : i + 1][0] for i in range(256)] == list(every)
+
+
 def test_an_executor_compiles_each_form_once(tmp_path: Path) -> None:
     x = torch.empty(0, device="meta")
     with CompilerThreads(2) as threads, compiling_only(threads):
