@@ -6,10 +6,14 @@ processes end, and wait for this end before they use the device (executor/proces
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sidestep.executor.base import Executor
 from sidestep.ipc.processes.core_args import StartAgain
 from sidestep.ipc.processes.process import wait_for_end
-from sidestep.ipc.transport.messages import Dead
+
+if TYPE_CHECKING:
+    from sidestep.ipc.transport.messages import Dead
 
 _END_S = 30.0
 """Seconds that the processes of the last start may need for their end."""
@@ -22,6 +26,9 @@ def obstacle_to(again: StartAgain | None, executor: Executor) -> Dead | None:
     """
     if again is None:
         return None
+    # Not at the top: it imports numpy, and the core launches workers before that.
+    from sidestep.ipc.transport.messages import Dead
+
     if (pid := wait_for_end(again.pids, _END_S)) is not None:
         cause = f"process {pid} of the replica that died has not ended for {_END_S:g} s"
         return Dead(cause=cause, origin="core")

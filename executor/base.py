@@ -1,15 +1,20 @@
-"""The engine core's view of the workers. No torch here: the core imports this file."""
+"""The engine core's view of the workers.
+
+The core imports this file before it launches them. So it imports neither torch nor numpy.
+"""
 
 from __future__ import annotations
 
 import abc
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from sidestep.ipc.processes.cpu_use import CpuUse
-from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
+
+if TYPE_CHECKING:  # it imports numpy
+    from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 
 class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sidestep.executor.processes.worker import Order
+from sidestep.executor.processes.worker_orders import Order
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.cpu_use import CpuTime

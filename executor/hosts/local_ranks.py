@@ -14,7 +14,7 @@ from sidestep.executor.gpu.cuda_driver import has_driver
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Said
 from sidestep.executor.processes.gpu_recovery import load_nvml, what_gpus_need
 from sidestep.executor.processes.kernel_compiler import CompilerArgs
-from sidestep.executor.processes.worker import Order, Reply, WorkerProcArgs
+from sidestep.executor.processes.worker_orders import Order, Reply, WorkerProcArgs
 from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.config import (
     available_cores,

@@ -14,8 +14,9 @@ import selectors
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,15 +25,16 @@ from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, Sai
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.rank_answers import RankAnswers
 from sidestep.executor.hosts.rank_failures import RankFailures
-from sidestep.executor.hosts.remote_ranks import RemoteRanks
-from sidestep.executor.processes.worker import Failure, Order, Reply
+from sidestep.executor.processes.worker_orders import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError, EngineStartError
 from sidestep.ipc.config import EngineConfig
 from sidestep.ipc.processes.cpu_use import CpuUse
 from sidestep.ipc.processes.rank_hosts import RankHost, tcp_address
 from sidestep.ipc.transport.shm_ring import RingClosed
-from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import AnyCall, SentCall, decode_answer, encode
+
+if TYPE_CHECKING:
+    from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 _LOOK_S = 1.0
 """Seconds between two looks at hosts that have not answered yet."""
@@ -75,6 +77,7 @@ class MultiprocExecutor(Executor):
         self._num_resets = [0] * self._world
         """By rank: resets that it has not reported yet; what comes before that is dropped."""
         self._step_failures = RankFailures(self._world)
+        self._decode_output: Callable[[bytes | memoryview], StepOutput]
 
     def what_devices_need(self) -> str | None:
         """Return what the replica's GPUs need before they can be used again; None if nothing."""
@@ -104,6 +107,10 @@ class MultiprocExecutor(Executor):
 
         The rank with the fewest KV blocks decides how many all of them use.
         """
+        # It imports numpy, while the workers, launched before, import theirs.
+        from sidestep.ipc.transport.step import StepOutput
+
+        self._decode_output = StepOutput.decode
         with self._folder or contextlib.nullcontext():
             self._wait_ready()
         ready = [self._ready[rank] for rank in range(self._world)]
@@ -218,7 +225,7 @@ class MultiprocExecutor(Executor):
         rank, kind, data = said
         if kind == Reply.OUTPUT:
             if not self._num_resets[rank]:
-                output = StepOutput.decode(data)
+                output = self._decode_output(data)
                 return _by_own_clock(output, ahead_ns) if ahead_ns else output
         elif kind == Reply.STEP_FAILED:
             if not self._num_resets[rank]:
@@ -299,6 +306,9 @@ def ranks_of(
         # GPUs of one host alone can read one another's memory.
         parallel = replace(config.parallel, disable_custom_all_reduce=True)
         config = replace(config, parallel=parallel)
+    # Not at the top: it imports ZeroMQ's monitors, which ranks of this host need not wait for.
+    from sidestep.executor.hosts.remote_ranks import RemoteRanks
+
     limit_s = config.frontend.stall_limit
     beat_s = min(_BEAT_S, limit_s / _BEATS) if limit_s else _BEAT_S
     made: list[HostRanks] = []

@@ -21,7 +21,7 @@ from sidestep.executor.hosts.host_ranks import Meeting, RanksJob, RelayJob
 from sidestep.executor.hosts.link import Beat, BeatTaken, LinkKind, Parcel, RelayLink
 from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.processes.step_failure import failure_text
-from sidestep.executor.processes.worker import Failure, Order, Reply
+from sidestep.executor.processes.worker_orders import Failure, Order, Reply
 from sidestep.ipc.common.errors import EngineDeadError
 from sidestep.ipc.processes.process import decode_args, freeze_heap
 from sidestep.ipc.processes.rank_hosts import RelayArgs

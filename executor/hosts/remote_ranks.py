@@ -9,7 +9,7 @@ import msgspec
 
 from sidestep.executor.hosts.host_ranks import HostRanks, Meeting, RanksJob, RelayJob, Said
 from sidestep.executor.hosts.link import Beat, BeatTaken, CoreLink, LinkKind, Parcel
-from sidestep.executor.processes.worker import Order, Reply
+from sidestep.executor.processes.worker_orders import Order, Reply
 from sidestep.ipc.processes.cpu_use import CpuTime
 from sidestep.ipc.processes.rank_hosts import RankHost
 

@@ -37,48 +37,17 @@ from sidestep.executor.processes.step_failure import (
     failure_of,
     failure_text,
 )
+from sidestep.executor.processes.worker_orders import Failure, Order, Reply, WorkerProcArgs
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.processes.process import decode_args, freeze_heap, wait_for_end
-from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingSpec, RingWriter
+from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
 
 _IDLE_S = 1.0
 """Seconds without a message after which the runner settles."""
-
-
-class Order(enum.IntEnum):
-    """Kinds of message from the core to its workers."""
-
-    STEP = 0
-    """Columns of StepInput."""
-    MASKS = 1
-    """Columns of StepMasks."""
-    CALL = 2
-    """MessagePack of SentCall."""
-    RESET = 3
-    """Empty: forget all requests; the steps and masks before it do not count."""
-
-
-class Reply(enum.IntEnum):
-    """Kinds of message from a worker to the core."""
-
-    READY = 0
-    """JSON of WorkerReady."""
-    OUTPUT = 1
-    """Columns of StepOutput."""
-    FAILED = 2
-    """JSON of Failure: the worker could not start, or a step or call raised."""
-    ANSWER = 3
-    """MessagePack of CallAnswer."""
-    STEP_FAILED = 4
-    """MessagePack of StepFailed: a step raised, and the worker waits for the order to reset."""
-    RESET = 5
-    """Empty: the worker has forgotten all requests; outputs from here on are of new steps."""
-    GONE = 6
-    """Said in the place of a worker that has ended; see executor/hosts/host_ranks.py."""
 
 
 class Resets(enum.Enum):
@@ -98,27 +67,6 @@ class Resets(enum.Enum):
         if args.parallel.pipeline_parallel_size > 1:
             return cls.NEVER
         return cls.ALONE if args.parallel.num_ranks == 1 else cls.ALIKE
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """A worker's report of why it ends."""
-
-    text: str
-    """The reason, for people. One line, if the user can do something about it."""
-    at_ns: int
-    """When it failed, on the monotonic clock that the machine's processes share: a rank that waits
-    for a failed rank may fail too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerProcArgs:
-    """Arguments of the process, sent as JSON."""
-
-    worker: WorkerArgs
-    steps: RingSpec
-    reader: int
-    replies: RingSpec
-    cpu_threads: int
 
 
 class Outgoing(abc.ABC):

@@ -1,6 +1,7 @@
 """The interface of the device that a worker process runs its steps on.
 
-No torch here: the fake runner must start without it.
+No torch here: the fake runner must start without it. No numpy either: the core imports this file
+before it launches its workers.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from sidestep.executor.base import WorkerReady
 from sidestep.executor.runner.worker_calls import answer_call
@@ -18,8 +19,10 @@ from sidestep.ipc.model.cache_groups import CacheGroups, cache_groups
 from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.layer_split import Stage
 from sidestep.ipc.model.model_spec import ModelSpec
-from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall
+
+if TYPE_CHECKING:  # it imports numpy
+    from sidestep.ipc.transport.step import StepInput, StepMasks, StepOutput
 
 
 @dataclass(frozen=True, kw_only=True)

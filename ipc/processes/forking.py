@@ -8,7 +8,6 @@ the object is a copy in a forked child. The engine itself does not notice a fork
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import selectors
@@ -18,9 +17,12 @@ import threading
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sidestep.ipc.common.errors import SidestepError
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class Kept(Protocol):

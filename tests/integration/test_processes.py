@@ -39,6 +39,20 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_core_launches_workers_before_it_imports_numpy() -> None:
+    """A worker needs longest, and waits for all that the core imports before it launches it."""
+    program = (
+        "import sys\n"
+        "from sidestep.engine_core import entry\n"
+        "entry.registry.load(entry.registry.EXECUTORS['multiproc'])\n"
+        "print([name for name in ('numpy', 'asyncio') if name in sys.modules])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
 def maps_torch(pid: int) -> bool:
     """Return whether the process has torch's library mapped.
 

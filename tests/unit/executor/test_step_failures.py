@@ -10,7 +10,8 @@ import torch
 
 from sidestep.executor.base import StepFailed
 from sidestep.executor.processes.step_failure import MessageLostError, failure_of
-from sidestep.executor.processes.worker import Reply, Resets
+from sidestep.executor.processes.worker import Resets
+from sidestep.executor.processes.worker_orders import Reply
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput, RowError
 from sidestep.ipc.transport.shm_ring import RingClosed

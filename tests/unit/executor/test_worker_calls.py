@@ -15,7 +15,8 @@ import pytest
 from sidestep.executor.base import Answered, StepFailed
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.hosts.rank_answers import RankAnswers
-from sidestep.executor.processes.worker import Order, Reply, Resets, run_steps
+from sidestep.executor.processes.worker import Resets, run_steps
+from sidestep.executor.processes.worker_orders import Order, Reply
 from sidestep.executor.runner.fake import FakeRunner
 from sidestep.executor.runner.runner import PendingOutput
 from sidestep.executor.runner.worker_calls import CallRefusedError, answer_call

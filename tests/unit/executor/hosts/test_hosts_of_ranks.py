@@ -18,7 +18,7 @@ from sidestep.executor.hosts.local_ranks import LocalRanks
 from sidestep.executor.hosts.multiproc import MultiprocExecutor, ranks_of
 from sidestep.executor.hosts.relay import Relay
 from sidestep.executor.hosts.remote_ranks import RemoteRanks
-from sidestep.executor.processes.worker import Failure, Reply
+from sidestep.executor.processes.worker_orders import Failure, Reply
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import EngineConfig, interface_environment
 from sidestep.ipc.processes.cpu_use import CpuTime, CpuUse
