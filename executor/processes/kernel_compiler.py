@@ -34,7 +34,7 @@ from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.logs import tell
 from sidestep.ipc.config import triton_environment
 from sidestep.ipc.config_sections import ParallelConfig
-from sidestep.ipc.processes.process import decode_args
+from sidestep.ipc.processes.process import decode_args, uncollected_imports
 from sidestep.kernels.gpu import Gpu
 
 
@@ -171,10 +171,11 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     thread = threading.Thread(target=_know_triton)
     thread.start()
     do_without_long_imports()
-    from sidestep.executor.gpu.warm_up import launch_without_gpu
-    from sidestep.executor.parallel.parallel_state import LoneRank
-    from sidestep.executor.processes.forks import Forks
-    from sidestep.kernels.compiling import compile_for, compiling_only
+    with uncollected_imports():
+        from sidestep.executor.gpu.warm_up import launch_without_gpu
+        from sidestep.executor.parallel.parallel_state import LoneRank
+        from sidestep.executor.processes.forks import Forks
+        from sidestep.kernels.compiling import compile_for, compiling_only
 
     compile_for(gpu)
     thread.join()

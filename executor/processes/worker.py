@@ -41,7 +41,12 @@ from sidestep.executor.processes.worker_orders import Failure, Order, Reply, Wor
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.processes.process import decode_args, freeze_heap, wait_for_end
+from sidestep.ipc.processes.process import (
+    decode_args,
+    freeze_heap,
+    uncollected_imports,
+    wait_for_end,
+)
 from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
@@ -205,14 +210,17 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     if device != "fake":
         if device != "cpu" and has_driver():
             begin_beside_torch(args.worker)
-        import torch
+        with uncollected_imports():
+            import torch
 
-        from sidestep.executor.models.model_loading import pick_device
+            from sidestep.executor.models.model_loading import pick_device
 
         torch.set_num_threads(args.cpu_threads)
         wait_for_end(args.worker.after)
         device = pick_device(args.worker).type
-    runner: Runner = registry.load(registry.RUNNERS[device])(args.worker)
+    with uncollected_imports():
+        load = registry.load(registry.RUNNERS[device])
+    runner: Runner = load(args.worker)
     return runner
 
 

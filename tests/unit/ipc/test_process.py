@@ -1,5 +1,6 @@
 """Child processes: they report how they ended, and never outlive their parent."""
 
+import gc
 import os
 import queue
 import signal
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sidestep.ipc.processes.process import process_exists, spawn
+from sidestep.ipc.processes.process import process_exists, spawn, uncollected_imports
 
 
 def wait_until_gone(pid: int, limit_s: float = 10.0) -> bool:
@@ -79,3 +80,17 @@ def test_killing_a_parent_ends_its_children_too(tmp_path: Path) -> None:
     os.kill(parent, signal.SIGKILL)
     assert child.wait(10)
     assert wait_until_gone(grandchild)
+
+
+def test_imports_are_not_looked_through_by_the_collector() -> None:
+    made: list[list[int]] = []
+    try:
+        with pytest.raises(ImportError), uncollected_imports():
+            made.append([])
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled(), "an import that fails leaves garbage uncollected"
+        assert not any(one is made[0] for one in gc.get_objects())
+    finally:
+        gc.unfreeze()
+    assert any(one is made[0] for one in gc.get_objects())
