@@ -9,13 +9,16 @@ because this process failed or was killed, the worker compiles it itself.
 Order: if a note in Triton's cache says that all kernels are there, nothing else happens, not even
 the import of torch. Otherwise the process launches the kernels, and each launch of a new kind is
 compiled in a fork (executor/processes/forks.py). Then it writes the note. When the process ends,
-for whatever reason, a pipe closes that the workers wait for (WorkerArgs.compiled).
+for whatever reason, a pipe closes that the workers wait for (WorkerArgs.compiled). On a machine
+where no engine has left a note, torch is imported while the driver is asked for the GPU.
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -37,6 +40,8 @@ from sidestep.ipc.config_sections import ParallelConfig
 from sidestep.ipc.processes.process import decode_args, uncollected_imports
 from sidestep.kernels.gpu import Gpu
 
+_NOTE = "sidestep-{}.json"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerArgs:
@@ -52,9 +57,16 @@ def main(raw: bytes) -> None:
 
     A failure here is only logged: the engine goes on without kernels that were compiled ahead.
     """
+    # Not at the top, like other imports: the core imports this file before it launches workers.
+    from concurrent.futures import ThreadPoolExecutor
+
     args = decode_args(raw, CompilerArgs)
     try:
-        gpu = find_gpu(args.worker.gpu_index)
+        with ThreadPoolExecutor(1) as thread:
+            finding = thread.submit(find_gpu, args.worker.gpu_index)
+            if not any(cache_folder().glob(_NOTE.format("*"))):
+                _import_torch()
+            gpu = finding.result()
         if gpu is not None:
             compile_ahead(args.worker, gpu, args.num_processes)
     except Exception as error:
@@ -81,7 +93,7 @@ class Note:
     """
 
     def __init__(self, args: WorkerArgs, gpu: Gpu) -> None:
-        self._path = cache_folder() / f"sidestep-{_digest(args, gpu)}.json"
+        self._path = cache_folder() / _NOTE.format(_digest(args, gpu))
 
     def holds(self) -> bool:
         """Return whether the note is there, and all files that it names."""
@@ -149,11 +161,11 @@ def _digest(args: WorkerArgs, gpu: Gpu) -> str:
             logits_processors=None,
         ),
     )
-    import importlib.metadata  # not at the top: the core imports this file, and must start fast
+    from importlib import metadata  # not at the top: see `main`
 
     found = hashlib.sha256(msgspec.json.encode((same, gpu, sys.version)))
     for package in ("torch", "triton"):
-        found.update(importlib.metadata.version(package).encode())
+        found.update(metadata.version(package).encode())
     found.update(repr(sorted(triton_environment().items())).encode())
     here = Path(__file__).resolve().parents[1]
     for folder in (here, here.parent / "kernels"):
@@ -168,9 +180,7 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
     torch must not have been imported before. Returns a file of each kernel. Raises RuntimeError if
     a kernel could not be compiled.
     """
-    thread = threading.Thread(target=_know_triton)
-    thread.start()
-    do_without_long_imports()
+    reading = _import_torch()
     with uncollected_imports():
         from sidestep.executor.gpu.warm_up import launch_without_gpu
         from sidestep.executor.parallel.parallel_state import LoneRank
@@ -178,7 +188,7 @@ def compile_all(args: WorkerArgs, gpu: Gpu, num_processes: int) -> list[str]:
         from sidestep.kernels.compiling import compile_for, compiling_only
 
     compile_for(gpu)
-    thread.join()
+    reading.join()
     forks, size = Forks(num_processes), args.parallel.tensor_parallel_size
     with compiling_only(forks):
         for rank in ranks_that_differ(args.parallel):
@@ -199,6 +209,17 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
         for stage in sorted({0, min(1, stages - 1), stages - 1}, reverse=True)
         for rank in range(min(2, size))
     ]
+
+
+@functools.cache
+def _import_torch() -> threading.Thread:
+    """Import torch, and return the thread in which Triton reads its own code meanwhile."""
+    thread = threading.Thread(target=_know_triton)
+    thread.start()
+    do_without_long_imports()
+    with uncollected_imports():
+        importlib.import_module("torch")
+    return thread
 
 
 def _know_triton() -> None:

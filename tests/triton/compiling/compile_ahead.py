@@ -4,10 +4,10 @@ Arguments: `MODEL COMMAND [SIZES]`. `keys` prints in JSON two lists of the kerne
 each of SIZES, a JSON list of (ranks, stages, drafts): for tensors without memory, as
 executor/processes/kernel_compiler.py uses them, and for tensors with memory, on the CPU, with a
 cache of many blocks. `sizes` prints the kernels that are compiled ahead, and those that a worker
-launches beside them when it loads the products of all sizes. `ahead` compiles. `worker` compiles
-too, in threads as a worker does, and prints for each kernel whether it was in Triton's cache.
-`holds`, with the options of an engine, prints whether the process beside its starting worker would
-find all kernels there.
+launches beside them when it loads the products of all sizes. `ahead` compiles, as the process
+beside a starting worker does. `worker` compiles too, in threads as a worker does, and prints for
+each kernel whether it was in Triton's cache. `holds`, with the options of an engine, prints whether
+the process beside its starting worker would find all kernels there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import sys
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import triton
 
 from sidestep.executor.gpu import warm_up
@@ -25,7 +27,8 @@ from sidestep.executor.gpu.gpu_setup import GpuSetup
 from sidestep.executor.gpu.step_kernels import StepKernels
 from sidestep.executor.gpu.warm_up import launch_without_gpu
 from sidestep.executor.parallel.parallel_state import LoneRank
-from sidestep.executor.processes.kernel_compiler import Note, compile_ahead, ranks_that_differ
+from sidestep.executor.processes import kernel_compiler
+from sidestep.executor.processes.kernel_compiler import CompilerArgs, Note, ranks_that_differ
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.frontend.main import make_parser
 from sidestep.frontend.options.engine_args import EngineArgs
@@ -146,7 +149,8 @@ if __name__ == "__main__":
         print(json.dumps(worker(model)))
     else:
         args = worker_args(model, "float32")
-        compile_ahead(args, GPU, 2)
+        with patch.object(kernel_compiler, "find_gpu", lambda index: GPU):
+            kernel_compiler.main(msgspec.json.encode(CompilerArgs(worker=args, num_processes=2)))
         assert Note(args, GPU).holds()
         algebra = sys.modules["sympy"]
         assert not hasattr(algebra, "__file__"), "the module takes a second to import"
