@@ -7,8 +7,9 @@ Each figure is printed beside that of vLLM 0.26 on an H200.
 
 The weights are random, in bf16 or in the form that a model's name ends with. Each model runs in a
 process of its own. The start is timed from the creation of that process to a ready engine, first
-with an empty kernel cache, then with the cache that the first start left behind. --steps also
-prints the device's time by kind of step.
+with an empty kernel cache, then with the cache that the first start left behind. The bytecode of
+all modules is there, as after an installation. --steps also prints the device's time by kind of
+step.
 """
 
 from __future__ import annotations
@@ -209,6 +210,9 @@ def main() -> None:
         }
         print(json.dumps(child(args.child, args.born, args.workloads, options)))
         return
+    from benchmarks.starts.bytecode import write_bytecode
+
+    write_bytecode()
     results = {}
     with tempfile.TemporaryDirectory() as root:
         for model in args.models:

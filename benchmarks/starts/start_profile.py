@@ -200,6 +200,9 @@ def main() -> None:
     if args.child:
         (run_engine if args.child == "engine" else run_worker)(args.models[0], args.born)
         return
+    from benchmarks.starts.bytecode import write_bytecode
+
+    write_bytecode()
     for model in args.models:
         for child in ("engine", "worker"):
             with tempfile.TemporaryDirectory() as cache:
