@@ -242,8 +242,8 @@ def end_with_parent(remove: Sequence[str] = ()) -> None:
 def uncollected_imports() -> Iterator[None]:
     """Import without the garbage collector, and hide from it what there is at the end.
 
-    Modules stay. Those of torch have many objects, and the collector, which looks through them
-    again and again, takes a sixth of the import.
+    Modules stay. The collector, which looks through their objects again and again, takes a sixth of
+    torch's import.
     """
     gc.disable()
     try:
