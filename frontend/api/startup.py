@@ -23,6 +23,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer:
     tokenizer = Tokenizer(config.tokenizer_path)
     if config.chat_template is not None:
         tokenizer.chat_template = config.chat_template
+    tokenizer.prepare_chats()
     return tokenizer
 
 

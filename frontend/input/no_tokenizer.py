@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from sidestep.frontend.input.chat_template import Message
 from sidestep.frontend.input.prompt_limit import PromptLimit
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.params.sampling_params import SamplingParams

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
-from sidestep.frontend.input.chat_template import Message
 from sidestep.frontend.input.prompt_limit import PromptLimit
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.input.tokenizer import Tokenizer
 from sidestep.ipc.common.errors import ValidationError
 from sidestep.ipc.vllm.calls import PROMPT_KEYS

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from sidestep.frontend.input.chat_template import (
-    DEFAULT,
-    TOOL_USE,
-    ChatTemplate,
-    Message,
-    chat_templates,
-)
 from sidestep.frontend.input.lane import give_memory_back
 from sidestep.frontend.input.prompt_limit import PromptLimit
+from sidestep.frontend.input.template_files import DEFAULT, TOOL_USE, Message, chat_templates
 from sidestep.frontend.input.text_bound import TextBound
 from sidestep.frontend.input.token_alphabet import TokenAlphabet
 from sidestep.frontend.input.tokenizer_methods import TokenizerMethods
@@ -32,6 +27,9 @@ from sidestep.ipc.common.errors import (
     ValidationError,
 )
 from sidestep.ipc.params.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sidestep.frontend.input.chat_template import ChatTemplate
 
 LONG_TEXT = 2048
 """Characters from which tokenising would noticeably delay the event loop's other streams.
@@ -199,6 +197,15 @@ class Tokenizer(TokenizerMethods):
         """
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def prepare_chats(self) -> None:
+        """Compile the model's chat templates, so that the first conversation need not wait.
+
+        An error in a template is one of the conversations that use it.
+        """
+        for source in self._templates.values():
+            with suppress(ValidationError):
+                self._template(source, None)
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -238,6 +245,8 @@ class Tokenizer(TokenizerMethods):
         if (made := self._compiled.get(source)) is None:
             if len(self._compiled) >= _MAX_TEMPLATES:
                 self._compiled.clear()
+            from sidestep.frontend.input.chat_template import ChatTemplate  # imports jinja2
+
             made = self._compiled[source] = ChatTemplate(source, self._special_tokens)
         return made
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, overload
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.vllm.vllm_names import RefusesTokenizerMethods, takes_vllm_arguments
 
 

@@ -39,6 +39,14 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_frontend_imports_what_is_only_for_chats_while_the_engine_starts() -> None:
+    program = "import sys, sidestep.frontend.api.llm; print('jinja2' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
 def test_the_core_launches_workers_before_it_imports_numpy() -> None:
     """A worker needs longest, and waits for all that the core imports before it launches it."""
     program = (

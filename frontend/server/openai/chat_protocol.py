@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.server.openai.prompt import Effort
 from sidestep.frontend.server.openai.tool_use import FunctionTool, ToolChoiceWord, ToolUse
 from sidestep.frontend.server.schemas.fields import Count, NumLogprobs, SamplingFields

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.server.service.service import Service
 from sidestep.frontend.server.transport.errors import refused
 

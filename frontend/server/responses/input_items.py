@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sidestep.frontend.input.chat_template import Message
+from sidestep.frontend.input.template_files import Message
 from sidestep.frontend.server.openai.chat_protocol import arguments_of
 from sidestep.frontend.server.responses.protocol import (
     InputItem,

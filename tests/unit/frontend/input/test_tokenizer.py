@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from transformers import AutoTokenizer
 
@@ -284,6 +285,31 @@ def test_variables_reach_the_template() -> None:
 def test_what_a_template_raises_is_said_of_the_messages(source: str) -> None:
     with pytest.raises(ValidationError, match="messages: the chat template refuses them"):
         render(source)
+
+
+def test_templates_are_compiled_before_the_first_conversation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change(
+        folder / "tokenizer_config.json",
+        chat_template=[
+            {"name": "default", "template": "{{ messages[0].content }}"},
+            {"name": "tool_use", "template": "{{ tools | length }}"},
+        ],
+    )
+    tokenizer = load_tokenizer(EngineArgs(tokenizer=str(folder)).create_engine_config())
+    monkeypatch.setattr(jinja2.Environment, "from_string", None)
+    assert tokenizer.render_chat(CHAT) == "Be brief."
+    assert tokenizer.render_chat(CHAT, tools=[{}]) == "1"
+
+
+def test_an_error_in_a_template_is_one_of_the_conversation_that_uses_it(folder: Path) -> None:
+    """A model whose template is wrong still completes texts."""
+    change(folder / "tokenizer_config.json", chat_template="{{")
+    tokenizer = load_tokenizer(EngineArgs(tokenizer=str(folder)).create_engine_config())
+    assert tokenizer.encode("Hi")
+    with pytest.raises(ValidationError, match="chat_template: is not valid"):
+        tokenizer.render_chat(CHAT)
 
 
 def test_a_template_that_cannot_be_compiled_is_named() -> None:
