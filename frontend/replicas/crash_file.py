@@ -6,7 +6,6 @@ engine's options. No text and no token of a request is in it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -156,11 +155,13 @@ class CrashFiles:
 
 def versions() -> dict[str, str]:
     """Return the versions of what the engine runs on, as far as it is installed."""
+    from importlib import metadata  # slow to import, and rarely needed
+
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
             continue
     return found
 

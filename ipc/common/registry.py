@@ -201,9 +201,10 @@ def model_class(architecture: str) -> str | None:
 
     The class is from this project or an installed package.
     """
-    name, outside = _entry(architecture, MODELS), _outside(_OUTSIDE_MODELS)
+    name = _entry(architecture, MODELS)
     if name is not None:
         return MODELS[name].model
+    outside = _outside(_OUTSIDE_MODELS)
     return outside.get(_entry(architecture, outside) or "")
 
 
@@ -212,8 +213,9 @@ def model_spec_reader(architecture: str) -> str:
 
     It is Llama's reader by default.
     """
-    name, outside = _entry(architecture, MODELS), _outside(_OUTSIDE_SPECS)
+    name = _entry(architecture, MODELS)
     if name is None:
+        outside = _outside(_OUTSIDE_SPECS)
         name = _entry(architecture, outside)
         if name is not None:
             return outside[name]
@@ -226,7 +228,10 @@ def model_names() -> list[str]:
 
 
 def _outside(group: str) -> dict[str, str]:
-    """Return the entries that installed packages have registered, by name."""
+    """Return the entries that installed packages have registered, by name.
+
+    It reads a file of each installed package.
+    """
     from importlib import metadata  # slower to import than all else here, and rarely needed
 
     return {point.name: point.value for point in metadata.entry_points(group=group)}

@@ -6,6 +6,7 @@ They are read as they are found, with the user's overrides.
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -368,3 +369,15 @@ def test_a_folder_without_a_generation_config_is_refused(tmp_path: Path) -> None
     assert problem(tmp_path, generation_config="/nowhere") == (
         "generation_config: /nowhere has no generation_config.json"
     )
+
+
+def test_a_known_architecture_needs_no_look_at_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look reads a file of every package, before anything else of the engine starts."""
+
+    def refuse(**_: object) -> None:
+        raise AssertionError("packages were read")
+
+    monkeypatch.setattr(metadata, "entry_points", refuse)
+    assert read(tmp_path).spec.architecture == "Qwen3ForCausalLM"
