@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,10 +53,18 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
     the engine serves, and may happen outside any event loop.
     """
 
-    def __init__(self, config: EngineConfig, invitation: Invitation | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        invitation: Invitation | None = None,
+        *,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> None:
         """Start an engine, or join the one that sent an invitation.
 
-        Raises EngineStartError, in one line, if it cannot.
+        meanwhile: work of the caller, such as imports, that is called while the engine's processes
+        start; what it raises ends them. Raises EngineStartError, in one line, if the engine cannot
+        start.
         """
         # A weak reference, so that an engine without other references is collected and shut down.
         self_ref = weakref.ref(self)
@@ -79,6 +87,8 @@ class AsyncLLM(AsyncPooling, EngineView, EngineControl, RefusesVllmMethods):
             if invitation is None:
                 self._replicas.start_cores()
             self._tokenizer = load_tokenizer(config)  # while the cores start
+            if meanwhile is not None:
+                meanwhile()
             self._replicas.wait_ready()
             if invitation is None:
                 warn_of_shorter_length(config, self._replicas.max_model_len)

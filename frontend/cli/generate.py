@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -44,11 +44,14 @@ def run_generate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def start_engine(arguments: EngineArgs) -> AsyncLLM:
-    """Start the engine, with lines on standard error about its progress."""
+def start_engine(arguments: EngineArgs, meanwhile: Callable[[], object] | None = None) -> AsyncLLM:
+    """Start the engine, with lines on standard error about its progress.
+
+    meanwhile: as in AsyncLLM.
+    """
     start = time.perf_counter()
     tell(f"starting the engine with {arguments.model} ...")
-    llm = AsyncLLM.from_engine_args(arguments)
+    llm = AsyncLLM(arguments.create_engine_config(), meanwhile=meanwhile)
     tell(f"ready in {time.perf_counter() - start:.1f} s on {llm.device}")
     return llm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import logging
 import signal
 from collections.abc import Iterator
@@ -39,13 +40,15 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def run_serve(parsed: argparse.Namespace, version: str) -> int:
     """Run `sidestep serve` and return its exit status, which is not 0 after the engine's death."""
     with needs_extra("server"):
-        from sidestep.frontend.server.processes.listening import bind, bind_metrics
-        from sidestep.frontend.server.processes.run import check_certificates, serve
+        from sidestep.frontend.server.processes.listening import (
+            bind,
+            bind_metrics,
+            check_certificates,
+        )
         from sidestep.frontend.server.service.public_prefixes import (
             PublicPrefixes,
             read_public_prefixes,
         )
-        from sidestep.frontend.server.service.service import Service
         from sidestep.frontend.server.transport.hosts import is_loopback
         from sidestep.frontend.server.transport.http_protocol import raise_file_limit
     own_process()
@@ -61,8 +64,11 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
         if not (keys.all or args.ssl_ca_certs or is_loopback(listener.getsockname()[0])):
             tell(_OPEN, logging.WARNING)
         tracing = make_tracing(args.otlp_traces_endpoint, version)
-        llm = start_engine(arguments)
+        llm = start_engine(arguments, import_server)
         try:
+            from sidestep.frontend.server.processes.run import serve
+            from sidestep.frontend.server.service.service import Service
+
             with asyncio.Runner(loop_factory=new_event_loop) as runner:
                 service = Service(
                     llm,
@@ -82,6 +88,12 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
         tell(f"sidestep: the engine has died: {dead}", logging.ERROR)
         return 1
     return 0
+
+
+def import_server() -> None:
+    """Import the server, which takes as long as a tenth of the engine's start."""
+    with needs_extra("server"):
+        importlib.import_module("sidestep.frontend.server.processes.run")
 
 
 @contextmanager

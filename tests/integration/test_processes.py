@@ -1,12 +1,14 @@
 """The running processes: their number, their names and their libraries."""
 
+import os
 import subprocess
 import sys
 
 import psutil
 import pytest
 
-from sidestep import AsyncLLM
+from sidestep import AsyncLLM, EngineArgs
+from tests.processes import cores
 
 TORCH_FREE = """
 import sys
@@ -45,6 +47,39 @@ def test_a_frontend_imports_what_is_only_for_chats_while_the_engine_starts() -> 
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+SERVE = """
+import sys
+from sidestep.frontend.cli import serve
+from sidestep.frontend.main import main
+def start(arguments, meanwhile):
+    print("sidestep.frontend.server.app" in sys.modules)
+    meanwhile()
+    print("sidestep.frontend.server.app" in sys.modules)
+    raise SystemExit
+serve.start_engine = start
+main(["serve", "--port", "0"])
+"""
+
+
+def test_a_server_is_imported_while_the_engine_starts() -> None:
+    done = subprocess.run([sys.executable, "-c", SERVE], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_what_fails_while_the_engine_starts_ends_its_processes() -> None:
+    before, started = cores(os.getpid()), list[psutil.Process]()
+
+    def fail() -> None:
+        started.extend(core for core in cores(os.getpid()) if core not in before)
+        raise ImportError("a library is missing")
+
+    config = EngineArgs(device="fake").create_engine_config()
+    with pytest.raises(ImportError, match="a library is missing"):
+        AsyncLLM(config, meanwhile=fail)
+    assert len(started) == 1
+    assert psutil.wait_procs(started, timeout=10)[1] == []
 
 
 def test_the_core_launches_workers_before_it_imports_numpy() -> None:

@@ -6,7 +6,7 @@ import socket
 from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sidestep.frontend.options.serve_options import ServerArgs
 from sidestep.frontend.server.transport.http_protocol import BoundedHttpProtocol, FileWatch
@@ -58,6 +58,16 @@ def _bind(host: str, port: int, name: str) -> socket.socket:
         ) from None
     made.setblocking(False)
     return made
+
+
+def check_certificates(args: ServerArgs) -> None:
+    """Raise ValidationError for certificates that cannot be used, before the engine starts."""
+
+    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer no request."""
+
+    if args.ssl_certfile is not None:
+        config_of(nothing, args)
 
 
 def config_of(app: ASGIApp, args: ServerArgs) -> uvicorn.Config:

@@ -13,9 +13,8 @@ import socket
 from types import FrameType
 
 import uvicorn
-from starlette.types import Receive, Scope, Send
 
-from sidestep.frontend.options.serve_options import Keys, ServerArgs
+from sidestep.frontend.options.serve_options import Keys
 from sidestep.frontend.server.app import make_app
 from sidestep.frontend.server.processes.api_processes import ApiProcesses
 from sidestep.frontend.server.processes.listening import LAST_SENDS_S, config_of, url_of
@@ -102,16 +101,6 @@ class Server(uvicorn.Server):
         if self._others is not None:
             await self._others.wait_ended()
         self.should_exit = True
-
-
-def check_certificates(args: ServerArgs) -> None:
-    """Raise ValidationError for certificates that cannot be used, before the engine starts."""
-
-    async def nothing(scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer no request."""
-
-    if args.ssl_certfile is not None:
-        config_of(nothing, args)
 
 
 def make_server(
