@@ -9,6 +9,7 @@ runs at a time, and nothing in the pool outlives its step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ _LAUNCH_LAYER_S = 450e-6
 host: 130e-6)."""
 PAD = 128
 """Steps without a graph are padded to a multiple of this many tokens."""
+_MAKERS = 4
+"""Threads in which the driver makes captured steps executable while others are captured."""
 _FLOPS = 5e14
 """Operations a second of large products."""
 
@@ -162,6 +165,12 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all: the library of products keeps some memory for each stream.
         self._stream = torch.cuda.Stream()
+        self._makers = ThreadPoolExecutor(
+            _MAKERS,
+            initializer=torch.cuda.set_device,
+            initargs=(torch.cuda.current_device(),),
+        )
+        self._made: list[Future[None]] = []
         self._decode: list[StepGraph] = []
         self._mixed: list[StepGraph] = []
         self._drafting: dict[int, list[StepGraph]] = {}
@@ -175,13 +184,13 @@ class CudaGraphs:
         )
 
     def capture(self, sizes: StepSizes) -> None:
-        """Capture a graph of these sizes and add it.
+        """Capture a graph of these sizes and add it; `finish` makes it ready for use.
 
         All kernels that the step launches must have run before, so that nothing is compiled during
         the capture.
         """
         layout = sizes.layout
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -192,11 +201,19 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
+        self._made.append(self._makers.submit(graph.instantiate))
         graphs = self._decode if sizes.decode_only else self._mixed
         if sizes.queries > 1:
             graphs = self._drafting.setdefault(sizes.queries, [])
         graphs.append(StepGraph(sizes, layout, graph))
         graphs.sort(key=lambda g: (g.sizes.tokens, g.sizes.rows))
+
+    def finish(self) -> None:
+        """Wait until the driver has made all captured graphs executable."""
+        self._makers.shutdown()
+        for made in self._made:
+            made.result()
+        self._made.clear()
 
     def find(self, rows: int, tokens: int, queries: int = 1) -> StepGraph | None:
         """Return the smallest graph that a step fits in; None if there is none."""
@@ -231,4 +248,5 @@ def capture_steps(
     # The largest first: the others then fit into the memory it took.
     for sizes in sorted((*mixed, *decode), key=lambda s: -s.tokens):
         graphs.capture(sizes)
+    graphs.finish()
     return graphs

@@ -62,19 +62,27 @@ class Stream:
         pass
 
 
+def not_there() -> None:
+    raise AssertionError("the graph is not executable")
+
+
 class Graph:
     """A graph: it records the launches of its capture, and is empty until it is replayed."""
 
     capturing: Graph | None = None
 
-    def __init__(self) -> None:
-        self.replay: Callable[[], object] = lambda: None
+    def __init__(self, keep_graph: bool) -> None:
+        self.replay: Callable[[], object] = not_there
+        self._replay: Callable[[], object] = lambda: None
 
     def capture_begin(self, **_: object) -> None:
         Graph.capturing = self
 
     def capture_end(self) -> None:
         Graph.capturing = None
+
+    def instantiate(self) -> None:
+        self.replay = self._replay
 
 
 class Graphs(CudaGraphs):
@@ -83,7 +91,7 @@ class Graphs(CudaGraphs):
     def __init__(self, run: Callable[[StepSizes, StepLayout], object]) -> None:
         def note(sizes: StepSizes, layout: StepLayout) -> None:
             assert Graph.capturing is not None
-            Graph.capturing.replay = lambda: run(sizes, layout)
+            Graph.capturing._replay = lambda: run(sizes, layout)
 
         super().__init__(note)
 
@@ -100,6 +108,7 @@ def standing_in() -> Iterator[None]:
         nothing = {
             name: lambda *_: None
             for name in (
+                "current_device",
                 "set_device",
                 "synchronize",
                 "empty_cache",
