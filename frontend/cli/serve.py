@@ -91,7 +91,7 @@ def run_serve(parsed: argparse.Namespace, version: str) -> int:
 
 
 def import_server() -> None:
-    """Import the server, which takes as long as a tenth of the engine's start."""
+    """Import all that answers requests, while the engine starts."""
     with needs_extra("server"):
         importlib.import_module("sidestep.frontend.server.processes.run")
 

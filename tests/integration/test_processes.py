@@ -10,12 +10,14 @@ import pytest
 from sidestep import AsyncLLM, EngineArgs
 from tests.processes import cores
 
-TORCH_FREE = """
-import sys
-import {module}
-heavy = sorted(name for name in ("torch", "transformers", "triton") if name in sys.modules)
-print(heavy)
-"""
+
+def imported_by(program: str, *names: str) -> list[str]:
+    """Run a program in a process of its own, and return those of the modules that it imports."""
+    program += f"\nimport sys\nprint(*(name for name in {names} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -32,21 +34,20 @@ print(heavy)
     ],
 )
 def test_importing_it_does_not_import_torch(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", TORCH_FREE.format(module=module)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == "[]"
+    assert imported_by(f"import {module}", "torch", "transformers", "triton") == []
 
 
 def test_a_frontend_imports_what_is_only_for_chats_while_the_engine_starts() -> None:
-    program = "import sys, sidestep.frontend.api.llm; print('jinja2' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    assert imported_by("import sidestep.frontend.api.llm", "jinja2") == []
+
+
+def test_the_core_launches_workers_before_it_imports_numpy() -> None:
+    """A worker needs longest, and waits for all that the core imports before it launches it."""
+    program = (
+        "from sidestep.engine_core import entry\n"
+        "entry.registry.load(entry.registry.EXECUTORS['multiproc'])"
     )
-    assert done.stdout.strip() == "False"
+    assert imported_by(program, "numpy", "asyncio") == []
 
 
 SERVE = """
@@ -80,20 +81,6 @@ def test_what_fails_while_the_engine_starts_ends_its_processes() -> None:
         AsyncLLM(config, meanwhile=fail)
     assert len(started) == 1
     assert psutil.wait_procs(started, timeout=10)[1] == []
-
-
-def test_the_core_launches_workers_before_it_imports_numpy() -> None:
-    """A worker needs longest, and waits for all that the core imports before it launches it."""
-    program = (
-        "import sys\n"
-        "from sidestep.engine_core import entry\n"
-        "entry.registry.load(entry.registry.EXECUTORS['multiproc'])\n"
-        "print([name for name in ('numpy', 'asyncio') if name in sys.modules])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "[]"
 
 
 def maps_torch(pid: int) -> bool:
