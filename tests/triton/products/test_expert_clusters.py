@@ -91,6 +91,8 @@ def exact(
     given = rounded(x, "fp8", 128) if codes else x.double()
     for expert, (first, last) in enumerate(zip(gate_up, down, strict=True)):
         at = (flat == expert).nonzero().flatten()
+        if not len(at):
+            continue
         both = given[at // ids.shape[1]] @ first.double().T
         if biases is not None:
             both += biases[0][expert].double()
@@ -143,12 +145,25 @@ def test_numbers_in_16_bits(
     assert_close(found[there], wanted[there], ulps=16)
 
 
-def in_codes(form: Form, experts: int, rows: int, columns: int) -> tuple[ExpertCodes, list[Tensor]]:
+def few_numbers(matrix: CodedMatrix, seed: int) -> CodedMatrix:
+    """Return the matrix with codes of 0, 1 and 2, and scales that are powers of two."""
+    random = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-4, 5, matrix.shape, generator=random)
+    codes = torch.where(codes.abs() < 3, codes, 0).float().to(torch.float8_e4m3fn)
+    scales = torch.where(matrix.scales > 0, (matrix.scales * 64).log2().round().exp2(), 0)
+    return replace(matrix, codes=codes.to(DEVICE), scales=scales)
+
+
+def in_codes(
+    form: Form, experts: int, rows: int, columns: int, *, few: bool = False
+) -> tuple[ExpertCodes, list[Tensor]]:
     """Return matrices whose inputs may be rounded, and their numbers."""
     made = [
         replace(matrix_of(form, rows, columns, DTYPE, seed=seed), activations="fp8")
         for seed in range(experts)
     ]
+    if few:
+        made = [few_numbers(matrix, seed) for seed, matrix in enumerate(made)]
     stack = guarded_codes([ExpertCodes.of(matrix) for matrix in made])
     return stack, [matrix.decoded(torch.float32) for matrix in made]
 
@@ -159,13 +174,16 @@ def in_codes(form: Form, experts: int, rows: int, columns: int) -> tuple[ExpertC
 @pytest.mark.parametrize("sizes", [*SIZES[:2], SIZES[4], Sizes(900, 2, 4, 336, 208)], ids=str)
 def test_codes(form: Form, sizes: Sizes) -> None:
     rows, chosen, experts, width, inner = sizes
-    if form == BLOCKS and (width % 128 or inner % 128):
+    if form == BLOCKS and (width % 128 or inner < 256):
         width, inner = 384, 256
     values = Values(rows)
-    x = guarded(values.normal(rows, width, dtype=DTYPE))
-    (gate_up, first), (down, last) = (
-        in_codes(form, experts, *shape) for shape in ((2 * inner, width), (width, inner))
-    )
+    # The tensor cores add 8-bit products in 14 bits. Gate and up have sums that need fewer, so no
+    # inner value is rounded to another code than it should be.
+    x = values.normal(rows, width, dtype=DTYPE).round().clamp(-2, 2)
+    x[:, ::64] = 2
+    x = guarded(x)
+    gate_up, first = in_codes(form, experts, 2 * inner, width, few=True)
+    down, last = in_codes(form, experts, width, inner)
     assert takes(gate_up, down)
     ids = choice(values, sizes)
     pairs = sort_pairs(ids, experts, PAIRS)
@@ -173,9 +191,10 @@ def test_codes(form: Form, sizes: Sizes) -> None:
         found = multiply_many(x, chosen, pairs, gate_up, down, SILU)
     there = ids.flatten() >= 0
     wanted = exact(x, ids, first, last, None, SILU, codes=True)[there]
-    # A sum that is off by little may round an inner value to the next code.
-    error = (found[there].double() - wanted).norm(dim=1)
-    assert bool((error <= 0.05 * wanted.norm(dim=1) + 1e-3 * wanted.norm() / len(wanted)).all())
+    assert bool(wanted.norm(dim=1).all())
+    error = (found[there].double() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(error.quantile(0.99)) < 0.01
+    assert float(error.max()) < 0.1, "more than one code of one inner value"
 
 
 @needs_gpu
