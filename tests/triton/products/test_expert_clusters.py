@@ -64,15 +64,18 @@ def choice(values: Values, sizes: Sizes) -> Tensor:
 
 
 def activated(
-    gate: Tensor, up: Tensor, activation: tuple[bool, float | None, float | None]
+    gate: Tensor,
+    up: Tensor,
+    activation: tuple[bool, float | None, float | None],
+    dtype: torch.dtype,
 ) -> Tensor:
+    """Return act(gate) * up, float64. act(gate) is rounded, unless it is clamped."""
     gelu, alpha, limit = activation
     if alpha is not None and limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
         return gate * (gate * alpha).sigmoid() * up
-    if gelu:
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    return gate * gate.sigmoid() * up
+    act = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+    return act.to(dtype).double() * up
 
 
 def exact(
@@ -98,7 +101,7 @@ def exact(
             both += biases[0][expert].double()
         # Gate and up are rounded, as by kernels of their own.
         gate, up = both.to(x.dtype).double().chunk(2, 1)
-        inner = activated(gate, up, activation)
+        inner = activated(gate, up, activation, x.dtype)
         inner = rounded(inner, "fp8", 128) if codes else inner.to(x.dtype).double()
         out[at] = inner @ last.double().T
         if biases is not None:
