@@ -13,7 +13,6 @@ import fcntl
 import functools
 import os
 import subprocess
-import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -24,13 +23,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
-from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from sidestep.kernels.cuda import launcher
 from sidestep.kernels.gpu import Gpu, stand_for
-
-_knowing = threading.Lock()
+from sidestep.kernels.triton_key import compute_key
 
 Compilation = Callable[[], Any]
 """Function that compiles a kernel, or finds it in Triton's cache, and returns it.
@@ -51,7 +48,7 @@ def compiling_only(compiler: Executor) -> Iterator[None]:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **kwargs)
 
-    know_triton()
+    compute_key()
     JITFunction.run = compile_only
     try:
         with triton.AsyncCompileMode(compiler), launcher.compiling_only(compiler):
@@ -136,13 +133,3 @@ def compile_for(gpu: Gpu, device_type: str = "meta") -> None:
     """
     stand_for(gpu, device_type)
     triton.runtime.driver.set_active(_Driver(gpu))
-
-
-def know_triton() -> None:
-    """Make Triton hash its own code, which it does once in a process before it uses its cache.
-
-    Triton reads hundreds of megabytes for that. Most of the work does not hold the interpreter's
-    lock, so a thread can do it ahead of time.
-    """
-    with _knowing:
-        triton_key()

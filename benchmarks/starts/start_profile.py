@@ -114,6 +114,7 @@ class Laps:
 def run_worker(model: str, born: float) -> None:
     """Start a worker, with the process that compiles beside it, and print the parts."""
     from sidestep.executor.processes.kernel_compiler import CompilerArgs
+    from sidestep.executor.processes.torch_import import import_torch
     from sidestep.executor.processes.worker import begin_beside_torch
     from sidestep.ipc.config import available_cores
     from sidestep.ipc.processes.process import spawn
@@ -133,15 +134,16 @@ def run_worker(model: str, born: float) -> None:
         os.close(compiling)
         with laps.part("import torch"):
             begin_beside_torch(args)
+            import_torch()
             import torch
         with laps.part("import the runner"):
             import triton
 
             from sidestep.executor.gpu import gpu_runner
             from sidestep.executor.models.decoder import DecoderForCausalLM
-            from sidestep.kernels.compiling import know_triton
+            from sidestep.kernels.triton_key import compute_key
         with laps.part("rest of what was begun beside torch: Triton's own code"):
-            know_triton()
+            compute_key()
         with laps.part("rest of what was begun beside torch: the GPU's context"):
             torch.zeros(1, device="cuda")
             torch.cuda.synchronize()

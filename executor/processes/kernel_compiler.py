@@ -214,7 +214,7 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
 @functools.cache
 def _import_torch() -> threading.Thread:
     """Import torch, and return the thread in which Triton reads its own code meanwhile."""
-    thread = threading.Thread(target=_know_triton)
+    thread = threading.Thread(target=_compute_triton_key)
     thread.start()
     do_without_long_imports()
     with uncollected_imports():
@@ -222,7 +222,7 @@ def _import_torch() -> threading.Thread:
     return thread
 
 
-def _know_triton() -> None:
-    from sidestep.kernels.compiling import know_triton
+def _compute_triton_key() -> None:
+    from sidestep.kernels.triton_key import compute_key
 
-    know_triton()
+    compute_key()

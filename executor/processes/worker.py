@@ -37,6 +37,7 @@ from sidestep.executor.processes.step_failure import (
     failure_of,
     failure_text,
 )
+from sidestep.executor.processes.torch_import import import_torch
 from sidestep.executor.processes.worker_orders import Failure, Order, Reply, WorkerProcArgs
 from sidestep.executor.runner.runner import PendingOutput, Runner, WorkerArgs
 from sidestep.ipc.common import registry
@@ -210,6 +211,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
     if device != "fake":
         if device != "cpu" and has_driver():
             begin_beside_torch(args.worker)
+        import_torch()
         with uncollected_imports():
             import torch
 
@@ -227,7 +229,7 @@ def load_runner(args: WorkerProcArgs) -> Runner:
 def begin_beside_torch(args: WorkerArgs) -> None:
     """Begin slow work in C, in threads beside this thread's import of torch."""
     threading.Thread(target=_begin_context, args=(args,), daemon=True).start()
-    threading.Thread(target=_know_triton, daemon=True).start()
+    threading.Thread(target=_compute_triton_key, daemon=True).start()
 
 
 def _begin_context(args: WorkerArgs) -> None:
@@ -235,10 +237,10 @@ def _begin_context(args: WorkerArgs) -> None:
     begin_context(args.gpu_index)
 
 
-def _know_triton() -> None:
-    from sidestep.kernels.compiling import know_triton
+def _compute_triton_key() -> None:
+    from sidestep.kernels.triton_key import compute_key
 
-    know_triton()
+    compute_key()
 
 
 def main(raw: bytes) -> None:
