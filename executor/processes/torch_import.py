@@ -1,7 +1,7 @@
 """torch for a process that computes: its shapes of tensors without memory are imported later.
 
 The end of torch's import are functions in Python for the shapes of results, in the module
-`torch._meta_registrations` and those that it imports. They take a seventh of the whole. Tensors
+`torch._meta_registrations` and those that it imports. They take up to a fifth of the whole. Tensors
 without memory, those on the `meta` device, need them, and so does torch's compiler. A worker has
 neither. So they are imported when the compiler is, or when something asks for a name of the module.
 """
@@ -29,8 +29,10 @@ def import_torch() -> None:
     with uncollected_imports():
         import torch
 
-        # torch.Generator needs this from torch 2.13 on, and torch's compiler needs it first.
-        import torch._prims.rng_prims  # noqa: F401
+        try:
+            torch.Generator()
+        except RuntimeError:  # since torch 2.13 it needs a part of the shapes' imports
+            import torch._prims.rng_prims
 
 
 class _Finder(MetaPathFinder):
