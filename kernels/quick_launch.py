@@ -51,16 +51,10 @@ def quick(run: Callable[..., Any]) -> Callable[..., Any]:
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if warmup or type(grid) is not tuple:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
-        values = (*args, *kwargs.values())
-        kind = (len(args), *kwargs, *map(type, values))
-        forms = self.__dict__.setdefault(_FORMS, {})
-        if kind in forms:
-            form = forms[kind]
-        else:
-            form = forms[kind] = form_of(self, args, kwargs)
+        form = form_of(self, args, kwargs)
         if form is None:
             return run(self, *args, grid=grid, warmup=False, **kwargs)
-        key, bound = form.bind(values)
+        key, bound = form.bind((*args, *kwargs.values()))
         device = torch._C._cuda_getDevice()
         kernel = form.compiled.get((device, key))
         if kernel is None:
@@ -87,6 +81,14 @@ def quick(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def form_of(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form | None:
     """Return the form of launches like this one; None for one that only Triton's way takes."""
+    kind = (len(args), *kwargs, *map(type, args), *map(type, kwargs.values()))
+    forms: dict[tuple[Any, ...], Form | None] = kernel.__dict__.setdefault(_FORMS, {})
+    if kind not in forms:
+        forms[kind] = _made_form(kernel, args, kwargs)
+    return forms[kind]
+
+
+def _made_form(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Form | None:
     places = {parameter.name: i for i, parameter in enumerate(kernel.params[: len(args)])}
     places |= {name: len(args) + i for i, name in enumerate(kwargs)}
     values = (*args, *kwargs.values())
