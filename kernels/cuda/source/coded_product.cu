@@ -51,34 +51,79 @@ struct Item {
     int tile, shares, share;
 };
 
-// The steps of a cluster among all.
-struct Range {
-    int begin, end;
+// Keeps the compiler from computing an address again and again.
+__device__ __forceinline__ u32 kept(u32 address) {
+    asm volatile("" : "+r"(address));
+    return address;
+}
+
+// The steps of a cluster among all, and where a block stands in them.
+struct Walk {
+    const Sizes& sizes;
+    int cluster, clusters, rank, at, end;
+
+    __device__ __forceinline__ Walk(const Sizes& sizes) : sizes(sizes) {
+        // A cluster waits for those behind it in the order of steps. These start before it.
+        clusters = gridDim.x / 2, cluster = clusters - 1 - blockIdx.x / 2, rank = cluster_rank();
+        at = int(all() * cluster / clusters), end = int(all() * (cluster + 1) / clusters);
+    }
+
+    __device__ __forceinline__ u64 all() const {
+        return u64(sizes.pairs) * sizes.token_tiles * sizes.steps;
+    }
+
+    // Returns the cluster that has a step.
+    __device__ __forceinline__ int cluster_of(int step) const {
+        return int(((u64(step) + 1) * clusters - 1) / all());
+    }
+
+    __device__ __forceinline__ bool goes_on() const { return at < end; }
+
+    __device__ __forceinline__ Item item() const {
+        Item item;
+        item.tile = at / sizes.steps, item.first = at % sizes.steps;
+        item.steps = min(sizes.steps - item.first, end - at);
+        item.token = item.tile % sizes.token_tiles * TOKENS;
+        item.column = (item.tile / sizes.token_tiles * 2 + rank) * WIDTH;
+        const int from = cluster_of(item.tile * sizes.steps);
+        item.shares = cluster_of(item.tile * sizes.steps + sizes.steps - 1) - from + 1;
+        item.share = cluster - from;
+        return item;
+    }
 };
 
-__device__ __forceinline__ Range range_of(int cluster, int clusters, const Sizes& sizes) {
-    const u64 all = u64(sizes.pairs) * sizes.token_tiles * sizes.steps;
-    return {int(all * cluster / clusters), int(all * (cluster + 1) / clusters)};
-}
+// The ring in shared memory, its barriers, and the slot where a thread stands.
+struct Ring : Place<STAGES> {
+    u32 memory, scales, full, empty;
 
-// Returns the cluster that has a step.
-__device__ __forceinline__ int cluster_of(int step, int clusters, const Sizes& sizes) {
-    const u64 all = u64(sizes.pairs) * sizes.token_tiles * sizes.steps;
-    return int(((u64(step) + 1) * clusters - 1) / all);
-}
+    __device__ __forceinline__ Ring(char* given, u64* barriers) {
+        memory = kept(shared_address(given)), scales = memory + STAGES * STAGE_BYTES;
+        full = kept(shared_address(barriers)), empty = full + 8 * STAGES;
+    }
 
-__device__ __forceinline__ Item item_of(
-    int at, int end, int cluster, int clusters, int rank, const Sizes& sizes) {
-    Item item;
-    item.tile = at / sizes.steps, item.first = at % sizes.steps;
-    item.steps = min(sizes.steps - item.first, end - at);
-    item.token = item.tile % sizes.token_tiles * TOKENS;
-    item.column = (item.tile / sizes.token_tiles * 2 + rank) * WIDTH;
-    const int from = cluster_of(item.tile * sizes.steps, clusters, sizes);
-    item.shares = cluster_of(item.tile * sizes.steps + sizes.steps - 1, clusters, sizes) - from + 1;
-    item.share = cluster - from;
-    return item;
-}
+    __device__ __forceinline__ void init() const {
+        for (int slot = 0; slot < STAGES; slot++) {
+            barrier_init(full + 8 * slot, ARRIVALS);
+            // All warps that multiply, of both blocks.
+            barrier_init(empty + 8 * slot, 16);
+        }
+        barrier_init_done();
+    }
+
+    __device__ __forceinline__ u32 x() const { return memory + slot * STAGE_BYTES; }
+    __device__ __forceinline__ u32 is_full() const { return full + 8 * slot; }
+
+    __device__ __forceinline__ void wait_until_empty() const {
+        barrier_wait(empty + 8 * slot, phase ^ 1);
+    }
+    __device__ __forceinline__ void wait_until_full() const { barrier_wait(is_full(), phase); }
+
+    // Lets the loading warps of both blocks fill the slot of so many steps before this one.
+    __device__ __forceinline__ void release_before(int steps) const {
+        const int lane = threadIdx.x % 32, before = slot - steps + (slot < steps ? STAGES : 0);
+        if (lane < 2) barrier_arrive(empty + 8 * before, lane);
+    }
+};
 
 // Returns a row of W of a tile.
 __device__ __forceinline__ int row_of(int place, const Item& item, const Sizes& sizes) {
@@ -92,6 +137,11 @@ __device__ __forceinline__ int place_of_scale(int row, int step, const Sizes& si
     return group * sizes.across + row / sizes.height;
 }
 
+// Returns a scale without its group's zero.
+__device__ __forceinline__ float without_zero(float scale) {
+    return ZEROS ? __uint_as_float(__float_as_uint(scale) & ~15u) : scale;
+}
+
 // A group's scale twice in 16 bits, and what is added to its numbers to take away their offset.
 struct Scale {
     u32 factor, less;
@@ -99,7 +149,7 @@ struct Scale {
     __device__ __forceinline__ explicit Scale(float given) {
         const u32 bits = __float_as_uint(given);
         const u32 zero = ZEROS ? bits & 15 : 8;
-        const float clean = ZEROS ? __uint_as_float(bits & ~15u) : given;
+        const float clean = without_zero(given);
         factor = GROUP ? packed(clean, clean) : 0;
         // -128 or -1024, whose lowest bit counts 1, twice.
         less = (HALF ? 0xE400E400 : 0xC300C300) + zero * 0x00010001;
@@ -149,12 +199,6 @@ __device__ __forceinline__ void hold_numbers(u32 (&numbers)[4]) {
     for (int i = 0; i < 4; i++) asm volatile("" : "+r"(numbers[i])::"memory");
 }
 
-// Keeps the compiler from computing an address again and again.
-__device__ __forceinline__ u32 kept(u32 address) {
-    asm volatile("" : "+r"(address));
-    return address;
-}
-
 // Transposes 8 x 8 numbers of 16 bits, of which each thread has a word.
 __device__ __forceinline__ u32 transposed(u32 word) {
     u32 found;
@@ -184,7 +228,7 @@ __device__ __forceinline__ void finish(
         float value[4];
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            value[i] = sum[4 * j + i] * (GROUP ? 1.0f : factors[i / 2]) + added[i / 2];
+            value[i] = sum[4 * j + i] * (GROUP ? 1.0f : without_zero(factors[i / 2])) + added[i / 2];
         const bool inside = token + 8 * j < sizes.tokens && column < sizes.outputs;
         if (GATED) {
             const u32 both = transposed(
@@ -228,159 +272,164 @@ __device__ __forceinline__ void gather(
         }
 }
 
+// Loads codes and x, as one thread.
+struct Loader {
+    const TileMap &x_map, &w_map;
+    const Sizes& sizes;
+    int rank;
+
+    __device__ __forceinline__ void load_w(const Ring& ring, const Item& item, int step) const {
+        barrier_expect(ring.is_full(), STAGE_BYTES);
+        for (int box = 0; box < 1 + GATED; box++)
+            load_tile<false>(
+                &w_map, ring.x() + X_BYTES + box * (W_BYTES / 2), ring.is_full(),
+                (item.first + step) * (STEP / 2), item.column + box * sizes.outputs, 0);
+    }
+
+    __device__ __forceinline__ void load_x(const Ring& ring, const Item& item, int step) const {
+        for (int box = 0; box < 2; box++)
+            load_tile<true>(
+                &x_map, ring.x() + box * BOX_BYTES + rank * PART * 128, ring.is_full(),
+                (item.first + step) * STEP + box * 64, item.token + rank * PART, 3);
+    }
+
+    __device__ __forceinline__ void run(Ring ring, Walk walk) const {
+        // Codes come first: another kernel may still write x.
+        Item item = walk.item();
+        const int early = min(STAGES, walk.goes_on() ? item.steps : 0);
+        Ring first = ring;
+        for (int i = 0; i < early; i++, first.next()) load_w(first, item, i);
+        wait_for_kernels_before();
+        let_next_kernel_start();
+        for (int i = 0; i < early; i++, ring.next()) load_x(ring, item, i);
+        for (int done = early; walk.goes_on(); walk.at += item.steps, done = 0) {
+            item = walk.item();
+            for (; done < item.steps; done++, ring.next()) {
+                ring.wait_until_empty();
+                load_w(ring, item, done);
+                load_x(ring, item, done);
+            }
+        }
+    }
+};
+
+// Loads scales, as a warp.
+__device__ __forceinline__ void load_scales(Ring ring, Walk walk, const float* scales) {
+    const int lane = threadIdx.x % 32;
+    while (walk.goes_on()) {
+        const Item item = walk.item();
+        for (int i = 0; i < item.steps; i++, walk.at++, ring.next()) {
+            ring.wait_until_empty();
+            const u32 target = ring.scales + ring.slot * SCALES_BYTES;
+#pragma unroll
+            for (int row = lane; row < ROWS; row += 32)
+                copy_4(
+                    target + 4 * row,
+                    scales + place_of_scale(
+                                 row_of(row, item, walk.sizes), item.first + i, walk.sizes));
+            arrive_when_copied(ring.is_full());
+        }
+    }
+}
+
+// A thread that multiplies.
+struct Multiplier {
+    Ring ring;
+    // Where the codes and scales of its first row are, in the first slot.
+    u32 codes, scales;
+    // Scales of its two rows, where all columns share them.
+    float factors[2] = {1.0f, 1.0f};
+
+    __device__ __forceinline__ Multiplier(const Ring& ring, int row) : ring(ring) {
+        codes = kept(ring.memory + X_BYTES + row * (STEP / 2) + threadIdx.x % 4 * 16);
+        scales = kept(ring.scales + 4 * row);
+    }
+
+    // Waits for a step and returns its codes.
+    __device__ __forceinline__ Codes next_codes() const {
+        const u32 place = codes + ring.slot * STAGE_BYTES;
+        const u32 given = scales + ring.slot * SCALES_BYTES;
+        ring.wait_until_full();
+        Codes found{four_words(place), four_words(place + APART * (STEP / 2))};
+        for (int i = 0; i < 2; i++)
+            found.scales[i] = GROUP ? number(given + 4 * APART * i) : factors[i];
+        return found;
+    }
+
+    // Computes the sums of some steps.
+    __device__ __forceinline__ void run(float (&sum)[SUMS], int steps) {
+        u32 numbers[PRODUCTS][4];
+        Codes now = next_codes();
+        for (int step = 0; step < steps; step++) {
+            const Scale scale[2] = {Scale(now.scales[0]), Scale(now.scales[1])};
+            const u64 x_tile = rows_of_128(ring.x());
+            Codes coming = now;
+            ring.next();
+#pragma unroll
+            for (int k = 0; k < PRODUCTS; k++) {
+                decode(numbers[k], now, k, scale);
+                hold(sum), hold_numbers(numbers[k]);
+                wgmma_fence();
+                multiply(
+                    sum, numbers[k], x_tile + k / 4 * (BOX_BYTES / 16) + k % 4 * 2, step + k > 0);
+                wgmma_commit();
+                wgmma_wait<PENDING>();
+                if (k == PENDING) {
+                    // All products of the step before are done.
+                    if (step > 0) ring.release_before(2);
+                    if (step + 1 < steps) coming = next_codes();
+                }
+            }
+            now = coming;
+        }
+        wgmma_wait<0>();
+        hold(sum);
+        ring.release_before(1);
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) coded_product(
     const __grid_constant__ TileMap x_map, const __grid_constant__ TileMap w_map,
     const float* __restrict__ scales, const u16* __restrict__ bias, u16* out, float* partials,
     int* counters, const __grid_constant__ Sizes sizes) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(8) u64 barriers[2 * STAGES];
-    const u32 ring_at = kept(shared_address(memory)), scales_at = ring_at + STAGES * STAGE_BYTES;
-    const u32 full = kept(shared_address(barriers)), empty = full + 8 * STAGES;
-    const int warpgroup = threadIdx.x / 128, lane = threadIdx.x % 32;
-    const int rank = cluster_rank();
-    // A cluster waits for those behind it in the order of steps. These start before it.
-    const int clusters = gridDim.x / 2, cluster = clusters - 1 - blockIdx.x / 2;
-    if (threadIdx.x == 0) {
-        for (int slot = 0; slot < STAGES; slot++) {
-            barrier_init(full + 8 * slot, ARRIVALS);
-            barrier_init(empty + 8 * slot, 16);
-        }
-        barrier_init_done();
-    }
+    const Ring ring(memory, barriers);
+    if (threadIdx.x == 0) ring.init();
     cluster_sync();
-    const Range range = range_of(cluster, clusters, sizes);
+    Walk walk(sizes);
 
-    if (warpgroup == 2) {
+    if (threadIdx.x >= THREADS) {
         fewer_registers<LOADING>();
-        if (threadIdx.x == THREADS) {
-            Place<STAGES> ring;
-            auto load_w = [&](int slot, int column, int step) {
-                for (int box = 0; box < 1 + GATED; box++)
-                    load_tile<false>(
-                        &w_map, ring_at + slot * STAGE_BYTES + X_BYTES + box * (W_BYTES / 2),
-                        full + 8 * slot, step * (STEP / 2), column + box * sizes.outputs, 0);
-            };
-            auto load_x = [&](int slot, int token, int step) {
-                for (int box = 0; box < 2; box++)
-                    load_tile<true>(
-                        &x_map,
-                        ring_at + slot * STAGE_BYTES + box * BOX_BYTES + rank * PART * 128,
-                        full + 8 * slot, step * STEP + box * 64, token + rank * PART, 3);
-            };
-            // Codes come first: another kernel may still write x.
-            Item item = item_of(range.begin, range.end, cluster, clusters, rank, sizes);
-            const int early = min(STAGES, range.begin < range.end ? item.steps : 0);
-            for (int i = 0; i < early; i++) {
-                barrier_expect(full + 8 * i, STAGE_BYTES);
-                load_w(i, item.column, item.first + i);
-            }
-            wait_for_kernels_before();
-            let_next_kernel_start();
-            for (int i = 0; i < early; i++) {
-                load_x(i, item.token, item.first + i);
-                ring.next();
-            }
-            int done = early;
-            for (int at = range.begin; at < range.end; at += item.steps) {
-                item = item_of(at, range.end, cluster, clusters, rank, sizes);
-                for (; done < item.steps; done++) {
-                    barrier_wait(empty + 8 * ring.slot, ring.phase ^ 1);
-                    barrier_expect(full + 8 * ring.slot, STAGE_BYTES);
-                    load_w(ring.slot, item.column, item.first + done);
-                    load_x(ring.slot, item.token, item.first + done);
-                    ring.next();
-                }
-                done = 0;
-            }
-        } else if (GROUP && threadIdx.x / 32 == THREADS / 32 + 1) {
-            Place<STAGES> ring;
-            for (int at = range.begin; at < range.end;) {
-                const Item item = item_of(at, range.end, cluster, clusters, rank, sizes);
-                for (int i = 0; i < item.steps; i++, at++, ring.next()) {
-                    barrier_wait(empty + 8 * ring.slot, ring.phase ^ 1);
-                    const u32 target = scales_at + ring.slot * SCALES_BYTES;
-#pragma unroll
-                    for (int row = lane; row < ROWS; row += 32)
-                        copy_4(
-                            target + 4 * row,
-                            scales + place_of_scale(
-                                         row_of(row, item, sizes), item.first + i, sizes));
-                    arrive_when_copied(full + 8 * ring.slot);
-                }
-            }
-        }
+        if (threadIdx.x == THREADS)
+            Loader{x_map, w_map, sizes, walk.rank}.run(ring, walk);
+        else if (GROUP && threadIdx.x / 32 == THREADS / 32 + 1)
+            load_scales(ring, walk, scales);
     } else {
         more_registers<MULTIPLYING>();
         wait_for_kernels_before();
-        Place<STAGES> ring;
         // The warp's first row of W in a tile, and the thread's.
-        const int warp_row = threadIdx.x / 32 * (WIDTH / 8), own = warp_row + lane / 4;
-        const u32 codes_at = kept(ring_at + X_BYTES + own * (STEP / 2) + lane % 4 * 16);
-        const u32 own_scales_at = kept(scales_at + 4 * own);
-        // Lets the loading warps of both blocks fill the slot of so many steps before this one.
-        auto release_before = [&](int steps) {
-            const int slot = ring.slot - steps + (ring.slot < steps ? STAGES : 0);
-            if (lane < 2) barrier_arrive(empty + 8 * slot, lane);
-        };
-        float factors[2] = {1.0f, 1.0f};
-        auto next_codes = [&]() {
-            const u32 place = codes_at + ring.slot * STAGE_BYTES;
-            const u32 given = own_scales_at + ring.slot * SCALES_BYTES;
-            barrier_wait(full + 8 * ring.slot, ring.phase);
-            Codes codes{four_words(place), four_words(place + APART * (STEP / 2))};
-            for (int i = 0; i < 2; i++)
-                codes.scales[i] = GROUP ? number(given + 4 * APART * i) : factors[i];
-            return codes;
-        };
+        const int warp_row = threadIdx.x / 32 * (WIDTH / 8), own = warp_row + threadIdx.x % 32 / 4;
+        Multiplier multiplier(ring, own);
         Item item;
-        for (int at = range.begin; at < range.end; at += item.steps) {
-            item = item_of(at, range.end, cluster, clusters, rank, sizes);
+        for (; walk.goes_on(); walk.at += item.steps) {
+            item = walk.item();
             if (!GROUP)
                 for (int i = 0; i < 2; i++)
-                    factors[i] = __ldg(
+                    multiplier.factors[i] = __ldg(
                         scales + place_of_scale(row_of(own + i * APART, item, sizes), 0, sizes));
             float sum[SUMS];
-            u32 numbers[PRODUCTS][4];
-            Codes codes = next_codes();
-            for (int step = 0; step < item.steps; step++) {
-                const Scale scale[2] = {Scale(codes.scales[0]), Scale(codes.scales[1])};
-                const u64 x_tile = rows_of_128(ring_at + ring.slot * STAGE_BYTES);
-                Codes coming = codes;
-                ring.next();
-#pragma unroll
-                for (int k = 0; k < PRODUCTS; k++) {
-                    decode(numbers[k], codes, k, scale);
-                    hold(sum), hold_numbers(numbers[k]);
-                    wgmma_fence();
-                    multiply(
-                        sum, numbers[k], x_tile + k / 4 * (BOX_BYTES / 16) + k % 4 * 2,
-                        step + k > 0);
-                    wgmma_commit();
-                    wgmma_wait<PENDING>();
-                    if (k == PENDING) {
-                        // All products of the step before are done.
-                        if (step > 0) release_before(2);
-                        if (step + 1 < item.steps) coming = next_codes();
-                    }
-                }
-                codes = coming;
-            }
-            wgmma_wait<0>();
-            hold(sum);
-            release_before(1);
-            if (ZEROS)
-                for (int i = 0; i < 2; i++)
-                    factors[i] = __uint_as_float(__float_as_uint(factors[i]) & ~15u);
+            multiplier.run(sum, item.steps);
             // What another cluster began goes there. A cluster leaves one such part, its first.
             const u64 stride = u64(2) * SUMS * THREADS;
-            float* part = partials + cluster * stride + rank * (SUMS * THREADS);
-            int* counter = counters + item.tile * 2 + rank;
+            float* part = partials + walk.cluster * stride + walk.rank * (SUMS * THREADS);
+            int* counter = counters + item.tile * 2 + walk.rank;
             if (item.share > 0) {
                 leave(sum, part, counter);
                 continue;
             }
             if (item.shares > 1) gather(sum, part + stride, item.shares, stride, counter);
-            finish(sum, item, warp_row, sizes, factors, bias, out);
+            finish(sum, item, warp_row, sizes, multiplier.factors, bias, out);
         }
     }
     // A block's memory must stay until the other has written and arrived there.
