@@ -46,7 +46,7 @@ def compiling_only(compiler: Executor) -> Iterator[None]:
     """
     run = JITFunction.run
     given: dict[tuple[Any, ...], Any] = {}
-    """What became of launches, by the kernel and what it is compiled for."""
+    """The results of launches, by the kernel and what it is compiled for."""
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         form = form_of(self, args, kwargs) if type(grid) is tuple else None

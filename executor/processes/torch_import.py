@@ -80,7 +80,7 @@ class _Later(ModuleType):
             loader = self.__dict__.pop("_load_with", None)
             if loader is not None:
                 loader.exec_module(self)
-                self.__class__ = ModuleType  # type: ignore[assignment]
+                object.__setattr__(self, "__class__", ModuleType)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
