@@ -54,6 +54,8 @@ from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_cal
 
 _IDLE_S = 1.0
 """Seconds without a message after which the runner settles."""
+_DOZE_S, _NAP_S = 0.5, 100e-6
+"""Seconds for which a worker looks for the end of a long step, and those that it sleeps between."""
 
 
 class Resets(enum.Enum):
@@ -171,6 +173,11 @@ class OutputDrain:
         """Add the next message."""
         self._looked_at.append(message)
         self.send_ready()
+
+    @property
+    def looks(self) -> bool:
+        """Whether the main thread looks at a message, or waits for the thread to send one."""
+        return bool(self._looked_at) or self._num_left != self._num_waited_for
 
     def send_ready(self) -> bool:
         """Send the messages that can be sent without waiting; return whether there were any."""
@@ -361,14 +368,17 @@ def wait_for_step(runner: Runner, steps: RingReader, drain: OutputDrain) -> None
     """Look for a step and for outputs in turn, for a bounded time; then block.
 
     Looking answers in microseconds. Waking a thread that waits takes tens of microseconds, several
-    times on the way from one step to the next.
+    times on the way from one step to the next, and the driver may take milliseconds to wake one
+    that waits for the device. So while a long step runs, this thread looks between short sleeps.
     """
     until = time.perf_counter() + SPIN_S
     while SPIN_S and not steps.has_message:
         if drain.send_ready():
             until = time.perf_counter() + SPIN_S
-        elif time.perf_counter() > until:
-            break
+        elif (late := time.perf_counter() - until) > 0:
+            if late > _DOZE_S or not drain.looks:
+                break
+            time.sleep(_NAP_S)
     if not steps.has_message:
         drain.wait_for_rest()
         if not steps.wait(_IDLE_S):

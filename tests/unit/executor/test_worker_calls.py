@@ -15,6 +15,7 @@ import pytest
 from sidestep.executor.base import Answered, StepFailed
 from sidestep.executor.cpu.cpu_runner import ModelRunner
 from sidestep.executor.hosts.rank_answers import RankAnswers
+from sidestep.executor.processes import worker as worker_module
 from sidestep.executor.processes.worker import Resets, run_steps
 from sidestep.executor.processes.worker_orders import Order, Reply
 from sidestep.executor.runner.fake import FakeRunner
@@ -110,7 +111,7 @@ def worker(
         except (RingClosed, RuntimeError) as closed:
             ended.append(closed)
 
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=run, name="loop")
     thread.start()
     try:
         yield Core(RingWriter(steps), RingReader(replies, 0))
@@ -130,6 +131,47 @@ def diary() -> Diary:
     noted: Diary = runner  # type: ignore[assignment]
     noted.events = []
     return noted
+
+
+class LongStep(PendingOutput):
+    """A step that ends when it has been looked at a number of times, or is waited for."""
+
+    def __init__(self, step: PendingOutput, looks: int) -> None:
+        self._step = step
+        self._looks = looks
+        self.waits_in = ""
+        """The thread that waited."""
+
+    @property
+    def ready(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def wait(self) -> StepOutput:
+        self.waits_in = threading.current_thread().name
+        return self._step.wait()
+
+
+@pytest.mark.parametrize(("doze_s", "thread"), [(60.0, "loop"), (0.0, "drain")])
+def test_the_end_of_a_long_step_is_looked_for_before_a_thread_waits(
+    doze_s: float, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "SPIN_S", 1e-6)
+    monkeypatch.setattr(worker_module, "_DOZE_S", doze_s)
+    runner = diary()
+    execute, launched = runner.execute, []
+
+    def execute_long(*args: Any) -> PendingOutput:
+        launched.append(LongStep(execute(*args), looks=50))
+        return launched[-1]
+
+    monkeypatch.setattr(runner, "execute", execute_long)
+    with worker(runner) as core:
+        core.step(step(0))
+        assert core.hear() == (Reply.OUTPUT, 0)
+        core.step(step(1))
+        assert core.hear() == (Reply.OUTPUT, 1)
+    assert [long.waits_in for long in launched] == [thread, thread]
 
 
 def step(step_id: int) -> StepInput:
