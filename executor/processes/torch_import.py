@@ -19,6 +19,8 @@ from typing import Any
 from sidestep.ipc.processes.process import uncollected_imports
 
 _SHAPES, _COMPILER = "torch._meta_registrations", "torch._dynamo"
+_PART, _NEXT_TO_PART = "torch._prims", "torch.utils._content_store"
+"""A package that the shapes need, and a module. They import each other, and one order works."""
 
 
 def import_torch() -> None:
@@ -36,13 +38,16 @@ def import_torch() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds the module that is imported later, and imports it before torch's compiler."""
+    """Finds the module that is imported later, and imports it before those that need it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the module's spec with a loader that waits; None for other modules."""
-        if fullname == _COMPILER and isinstance(later := sys.modules.get(_SHAPES), _Later):
+        is_needed = fullname == _COMPILER or (
+            fullname == _NEXT_TO_PART and _PART not in sys.modules
+        )
+        if is_needed and isinstance(later := sys.modules.get(_SHAPES), _Later):
             later.load()
         if fullname != _SHAPES:
             return None

@@ -55,6 +55,10 @@ def test_whatever_needs_shapes_imports_them(use: str) -> None:
     run(f"{use}\nassert imported()\nimport torch._meta_registrations as again\nagain.register_meta")
 
 
+def test_a_module_that_works_in_one_order_only_is_imported_in_it() -> None:
+    run("from torch.utils._content_store import ContentStoreReader")
+
+
 def test_threads_that_ask_at_once_get_the_same_module() -> None:
     run(
         "from concurrent.futures import ThreadPoolExecutor\n"
