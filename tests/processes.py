@@ -26,6 +26,18 @@ def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, **options)
 
 
+def run_python(code: str) -> None:
+    """Run Python code in a process of its own, which has nothing imported; it must succeed."""
+    done = run(
+        sys.executable,
+        "-c",
+        code,
+        env={"PYTHONPATH": PYTHON_PATH, "PATH": ""},
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
 def is_alive(pid: int) -> bool:
     """Return whether a process has not ended. It may end between any two calls."""
     try:

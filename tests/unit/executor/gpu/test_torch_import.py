@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.processes import PYTHON_PATH
+from tests.processes import run_python
 
 BEGIN = """
 import sys
@@ -21,14 +18,7 @@ assert "torch._decomp" not in sys.modules
 
 
 def run(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program],
-        env={"PYTHONPATH": PYTHON_PATH, "PATH": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(BEGIN + program)
 
 
 def test_numbers_need_no_shapes() -> None:

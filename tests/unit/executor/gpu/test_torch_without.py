@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from tests.processes import PYTHON_PATH
+from tests.processes import run_python
 
 BEGIN = """
 import sys
@@ -23,14 +20,7 @@ assert not any(map(imported, ("sympy", "torch._dynamo", "torch.fx.experimental.s
 
 
 def run(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program],
-        env={"PYTHONPATH": PYTHON_PATH, "PATH": ""},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(BEGIN + program)
 
 
 def test_sizes_are_numbers_without_algebra() -> None:
