@@ -1,13 +1,12 @@
 """Triton's hash of its own code, which it needs before it uses its cache.
 
-This module imports no torch, so a thread can compute the hash while another one imports torch.
+Neither this module nor Triton imports torch, so a thread can compute the hash while another one
+imports torch. Triton itself is imported there too, since that takes a tenth of a second.
 """
 
 from __future__ import annotations
 
 import threading
-
-from triton.runtime.cache import triton_key
 
 _computing = threading.Lock()
 
@@ -19,4 +18,6 @@ def compute_key() -> None:
     lock, so a thread can do it ahead of time.
     """
     with _computing:
+        from triton.runtime.cache import triton_key
+
         triton_key()

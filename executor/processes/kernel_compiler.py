@@ -39,6 +39,7 @@ from sidestep.ipc.config import triton_environment
 from sidestep.ipc.config_sections import ParallelConfig
 from sidestep.ipc.processes.process import decode_args, uncollected_imports
 from sidestep.kernels.gpu import Gpu
+from sidestep.kernels.triton_key import compute_key
 
 _NOTE = "sidestep-{}.json"
 
@@ -214,15 +215,9 @@ def ranks_that_differ(parallel: ParallelConfig) -> list[int]:
 @functools.cache
 def _import_torch() -> threading.Thread:
     """Import torch, and return the thread in which Triton reads its own code meanwhile."""
-    thread = threading.Thread(target=_compute_triton_key)
+    thread = threading.Thread(target=compute_key)
     thread.start()
     do_without_long_imports()
     with uncollected_imports():
         importlib.import_module("torch")
     return thread
-
-
-def _compute_triton_key() -> None:
-    from sidestep.kernels.triton_key import compute_key
-
-    compute_key()

@@ -72,7 +72,10 @@ class _LaterLoader(Loader):
 
 
 class _Later(ModuleType):
-    """A module that is empty until something asks for one of its names."""
+    """A module that is empty until something asks for one of its names.
+
+    In Python 3.11, importlib.util.LazyLoader has no lock, and other threads would see a part of it.
+    """
 
     def __init__(self, name: str, loader: Loader) -> None:
         super().__init__(name)

@@ -51,6 +51,7 @@ from sidestep.ipc.processes.process import (
 from sidestep.ipc.transport.shm_ring import SPIN_S, RingClosed, RingReader, RingWriter
 from sidestep.ipc.transport.step import StepInput, StepMasks
 from sidestep.ipc.transport.worker_calls import CallAnswer, SentCall, decode_call, encode
+from sidestep.kernels.triton_key import compute_key
 
 _IDLE_S = 1.0
 """Seconds without a message after which the runner settles."""
@@ -236,18 +237,12 @@ def load_runner(args: WorkerProcArgs) -> Runner:
 def begin_beside_torch(args: WorkerArgs) -> None:
     """Begin slow work in C, in threads beside this thread's import of torch."""
     threading.Thread(target=_begin_context, args=(args,), daemon=True).start()
-    threading.Thread(target=_compute_triton_key, daemon=True).start()
+    threading.Thread(target=compute_key, daemon=True).start()
 
 
 def _begin_context(args: WorkerArgs) -> None:
     wait_for_end(args.after)
     begin_context(args.gpu_index)
-
-
-def _compute_triton_key() -> None:
-    from sidestep.kernels.triton_key import compute_key
-
-    compute_key()
 
 
 def main(raw: bytes) -> None:
