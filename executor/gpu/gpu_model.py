@@ -157,12 +157,13 @@ class GpuModel:
         torch.cuda.synchronize()
 
     def memory_use(self, call: MemoryUse) -> CallResult:
-        """Return the bytes of the weights, of the KV cache with states and of the whole device."""
+        """Return the bytes of the weights, of the cache with states, of torch and of the GPU."""
         free, total = torch.cuda.mem_get_info(self._setup.device)
         return {
             "weights": 0 if self._loaded is None else weight_bytes(self._loaded.decoder),
             "kv_cache": 0 if self.kernels is None else self.kernels.cache_bytes,
             "allocated": torch.cuda.memory_allocated(),
+            "reserved": torch.cuda.memory_reserved(),
             "free": free,
             "total": total,
         }
@@ -174,7 +175,8 @@ class GpuModel:
         """Free the cache, the graphs and the weights; level 1 copies the weights to the host."""
         torch.cuda.synchronize()
         self._copy_to_host(level)
-        free, _ = torch.cuda.mem_get_info(self._setup.device)
+        # Not what the GPU has free: other programs take and free memory of it meanwhile.
+        reserved = torch.cuda.memory_reserved()
         self.graphs = self.kernels = None
         if self._host_copy is not None:
             self._host_copy.free()
@@ -187,7 +189,7 @@ class GpuModel:
         if clear is not None:
             clear()
         torch.cuda.empty_cache()
-        self._freed_bytes = torch.cuda.mem_get_info(self._setup.device)[0] - free
+        self._freed_bytes = reserved - torch.cuda.memory_reserved()
         return self._freed_bytes
 
     @torch.inference_mode()

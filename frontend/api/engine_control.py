@@ -69,8 +69,9 @@ class EngineControl:
 
         Each entry names a `replica` and a `rank` in it. All other values are bytes: `weights` and
         `kv_cache` are what the device holds of them now. A GPU adds `allocated`, which is all that
-        torch has allocated for the worker, and `free` and `total` of the whole GPU. A CPU adds
-        `resident`, which is what the worker's process has in memory.
+        torch has allocated for the worker, `reserved`, which is what torch holds of the GPU for
+        that, and `free` and `total` of the whole GPU. A CPU adds `resident`, which is what the
+        worker's process has in memory.
         """
         answers = await self._replicas.call_workers(MemoryUse())
         return [

@@ -116,6 +116,7 @@ def standing_in() -> Iterator[None]:
             "stream": lambda _: nullcontext(),
             "memory_allocated": lambda: 0,
             "max_memory_allocated": lambda: 0,
+            "memory_reserved": lambda: 0,
             "mem_get_info": lambda _: (MEMORY, MEMORY),
             "get_device_name": lambda _: "a stand-in",
         }

@@ -125,7 +125,8 @@ def test_a_runner_tells_the_memory_that_it_holds(level: int, dummy: GpuRunner) -
     assert awake["weights"] == sum(tensor.nbytes for tensor in weights.values()) > 0
     assert dummy._model.kernels is not None
     assert awake["kv_cache"] == dummy._model.kernels.attention.cache.nbytes > 0
-    assert awake["free"] == awake["total"] == MEMORY and awake["allocated"] == 0
+    assert awake["free"] == awake["total"] == MEMORY
+    assert awake["allocated"] == awake["reserved"] == 0
     call(dummy, Sleep(level=level))
     assert call(dummy, MemoryUse()) == {**awake, "weights": 0, "kv_cache": 0}
     call(dummy, WakeUp())
@@ -135,9 +136,11 @@ def test_a_runner_tells_the_memory_that_it_holds(level: int, dummy: GpuRunner) -
 def test_a_runner_sleeps_on_while_the_gpu_has_too_little_memory(
     dummy: GpuRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It needs what it has freed, and not what other programs have freed meanwhile."""
     runner, expected, gib = dummy, tokens_of(dummy), 1 << 30
-    told = iter([gib, 9 * gib])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(told), 0))
+    reserved, free = iter([9 * gib, gib]), iter([gib, 30 * gib])
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free), 0))
     assert call(runner, Sleep(level=1)) == {"freed_bytes": 8 * gib}
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (7 * gib, 0))
     with pytest.raises(CallRefusedError, match="7.0 GiB free of the 8.0 that the engine needs"):
