@@ -2,9 +2,9 @@
 
 The kernel is for Hopper, and computes W x^T. Both operands come through a ring of tiles in shared
 memory, which the bulk copy engine fills, and the tensor cores read them from there. Hopper's tensor
-cores keep about 14 bits of a sum of such products, so each step of 128 columns has a sum of its
-own, which is added in float32. Meanwhile the tensor cores work for the other warps, or on the next
-step.
+cores keep about 14 bits of a sum of such products, so each four steps of 128 columns have a sum of
+their own, which is added in float32. Meanwhile the tensor cores work for the other warps, or on the
+next step.
 
 For so few rows there are fewer tiles than processors, or little more. Several programs share a tile
 where there are too few. A tile may have two pieces of rows of x, so that 192 rows are not computed
@@ -12,6 +12,8 @@ as 256.
 """
 
 from __future__ import annotations
+
+import math
 
 import triton.language as tl
 from torch import Tensor
@@ -34,10 +36,10 @@ from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
 
 @gluon.jit
-def _begin(ring, x_ring, slot, nothing):
-    """Begin the product of a step."""
+def _begin(ring, x_ring, slot, total, GOES_ON: gl.constexpr):
+    """Begin the product of a step, which is added to `total` if that goes on."""
     return warpgroup_mma(
-        ring.index(slot), x_ring.index(slot).permute([1, 0]), nothing, use_acc=False, is_async=True
+        ring.index(slot), x_ring.index(slot).permute([1, 0]), total, use_acc=GOES_ON, is_async=True
     )
 
 
@@ -129,6 +131,7 @@ def _wide_scaled(
     STAGES: gl.constexpr,
     SPLIT: gl.constexpr,
     UNROLL: gl.constexpr,
+    DEPTH: gl.constexpr,
     LEAVE: gl.constexpr,
     BIAS: gl.constexpr,
     ADD: gl.constexpr,
@@ -186,44 +189,35 @@ def _wide_scaled(
             step = turn * UNROLL + i
             at = step % STAGES
             mbarrier.wait(bars.index(at), step // STAGES & 1)
-            if MORE:
-                product = _begin(ring, x_ring, at, product)
-                if i > 0:
-                    other, product = warpgroup_mma_wait(1, deps=[other, product])
-                    acc_more += other
-                    # All threads are done with the step before.
-                    _refill(
-                        x_tiles, more_tiles, w_tiles, ring, x_ring, more_ring, bars, row, token,
-                        first, step - 1, steps, ROWS, MORE, BK, STAGES, BYTES,
-                    )  # fmt: skip
-                other = _begin(ring, more_ring, at, other)
-                product, other = warpgroup_mma_wait(1, deps=[product, other])
-                acc += product
-            elif i % 2 == 0:
-                product = _begin(ring, x_ring, at, product)
-                if i > 0:
-                    other, product = warpgroup_mma_wait(1, deps=[other, product])
-                    acc += other
-                    _refill(
-                        x_tiles, more_tiles, w_tiles, ring, x_ring, more_ring, bars, row, token,
-                        first, step - 1, steps, ROWS, MORE, BK, STAGES, BYTES,
-                    )  # fmt: skip
+            if MORE or i // DEPTH % 2 == 0:
+                product = _begin(ring, x_ring, at, product, i % DEPTH > 0)
             else:
-                other = _begin(ring, x_ring, at, other)
+                other = _begin(ring, x_ring, at, other, i % DEPTH > 0)
+            if i > 0:
                 product, other = warpgroup_mma_wait(1, deps=[product, other])
-                acc += product
+                if i % DEPTH == 0:
+                    if MORE:
+                        acc_more += other
+                    elif i // DEPTH % 2 == 0:
+                        acc += other
+                    else:
+                        acc += product
+                # All threads are done with the step before.
                 _refill(
                     x_tiles, more_tiles, w_tiles, ring, x_ring, more_ring, bars, row, token,
                     first, step - 1, steps, ROWS, MORE, BK, STAGES, BYTES,
                 )  # fmt: skip
+            if MORE:
+                other = _begin(ring, more_ring, at, other, i % DEPTH > 0)
+                if i % DEPTH == DEPTH - 1:
+                    product, other = warpgroup_mma_wait(1, deps=[product, other])
+                    acc += product
+        product, other = warpgroup_mma_wait(0, deps=[product, other])
         if MORE:
-            other = warpgroup_mma_wait(0, deps=[other])
             acc_more += other
-        elif UNROLL % 2 == 0:
-            other = warpgroup_mma_wait(0, deps=[other])
+        elif (UNROLL // DEPTH) % 2 == 0:
             acc += other
         else:
-            product = warpgroup_mma_wait(0, deps=[product])
             acc += product
         _refill(
             x_tiles, more_tiles, w_tiles, ring, x_ring, more_ring, bars, row, token, first,
@@ -290,8 +284,10 @@ def launch(
         assert shared <= MOST_TILES, f"{c}"
         assert shared * c.split * c.block_n * (c.rows + c.more) <= MOST_PARTIALS, f"{c}"
     workspace = workspace_of(out.device)
-    # No program may have a part of a turn.
-    unroll = c.unroll if num_inputs // STEP % (c.unroll * c.split) == 0 else 1
+    # No program may have a part of a turn, and no turn a part of a sum.
+    steps, rest = divmod(num_inputs // STEP, c.split)
+    unroll = 1 if rest else math.gcd(c.unroll, steps)
+    depth = math.gcd(c.depth, unroll)
     _wide_scaled[(tiles * row_tiles * c.split,)](
         _tiles(x.codes, c.rows),
         _tiles(x.codes, c.more or c.rows),
@@ -315,6 +311,7 @@ def launch(
         c.stages,
         c.split,
         unroll,
+        depth,
         leave,
         bias is not None,
         add,
