@@ -20,6 +20,7 @@ from sidestep.ipc.model.cache_groups import LayerPlace
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.ops.rms_norm import UnscaledProduct
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
@@ -247,3 +248,14 @@ class AttentionBackend(abc.ABC):
         float16 [2 KVH]: scales of the codes of keys, and behind them of values; one that is 0
         stands for a scale of each token, and so does None. May write over qkv.
         """
+
+    def attend_unscaled(
+        self,
+        layer: int,
+        qkv: UnscaledProduct,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        """Scale the projections, and attend."""
+        return self.attend(layer, qkv.scaled(), norms, sinks, kv_scales)

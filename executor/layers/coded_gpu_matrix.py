@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, UnscaledProduct
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
@@ -32,6 +32,12 @@ class CodedGpuMatrix:
         from sidestep.kernels.products.coded_linear import coded_linear
 
         return coded_linear(x, self._matrix, self._bias, out)
+
+    def unscaled(self, x: Tensor | Stream) -> Tensor | UnscaledProduct:
+        """Return the product, whose scales may be left to its reader."""
+        from sidestep.kernels.products.coded_linear import unscaled_coded_linear
+
+        return unscaled_coded_linear(x, self._matrix, self._bias)
 
     def gated(self, x: Tensor | Stream) -> Tensor | GateAndUp:
         """Return silu(gate) * up of the halves of the product, or the halves."""

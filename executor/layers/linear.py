@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sidestep.executor.layers.coded_gpu_matrix import CodedGpuMatrix
 from sidestep.executor.layers.matrix_products import product_of, stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
@@ -15,7 +16,7 @@ from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, UnscaledProduct, add
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed
 
 
@@ -35,6 +36,11 @@ class Linear:
         out: memory for the result, on a GPU only.
         """
         return self._product(x, out)
+
+    def unscaled(self, x: Tensor | Stream) -> Tensor | UnscaledProduct:
+        """Return the product, whose scales may be left to the kernel that reads it next."""
+        product = self._product
+        return product.unscaled(x) if isinstance(product, CodedGpuMatrix) else product(x)
 
     def gated(self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu") -> Tensor:
         """Return act(gate) * up of the halves of the product.

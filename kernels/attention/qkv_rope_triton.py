@@ -17,6 +17,7 @@ from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_
 from sidestep.kernels.attention.common.scores_triton import bounded
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
+from sidestep.kernels.ops.rms_norm import UnscaledProduct
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ def _qkv_rope(
     numbers,
     numbers_stride,
     kv_scales,
+    row_scales,
+    column_scales,
     H: tl.constexpr,
     KVH: tl.constexpr,
     D: tl.constexpr,
@@ -148,12 +151,19 @@ def _qkv_rope(
     s = tl.load(sin + position * (D // 2) + dims, mask=half_dim, other=0.0)
     inside = half_dim & (heads < H + 2 * KVH)
     is_query = heads < H
+    if column_scales is not None:
+        factors = column_scales + heads * D + dims
+        low_factor = tl.load(factors, mask=inside, other=0.0)
+        high_factor = tl.load(factors + D // 2, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     source = qkv + token * qkv_stride + heads * D + dims
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
+    if column_scales is not None:
+        row_scale = tl.load(row_scales + token)
+        low, high = low * (low_factor * row_scale), high * (high_factor * row_scale)
     a, b = low, high
     if NORM:
         scale = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / D + eps)[:, None]
@@ -212,7 +222,7 @@ def _qkv_rope(
 
 
 def qkv_rope(
-    qkv: Tensor,
+    qkv: Tensor | UnscaledProduct,
     positions: Tensor,
     slot_mapping: Tensor,
     cos: Tensor,
@@ -225,6 +235,8 @@ def qkv_rope(
 ) -> None:
     """Rotate qkv's queries in place, and write its keys (rotated) and values to the cache.
 
+    Where qkv is not scaled yet, its queries are then.
+
     qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; slot_mapping int32 [T], block id
     * block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
     2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
@@ -232,6 +244,9 @@ def qkv_rope(
     where they are not 0; None or 0 for a scale of each token.
     """
     _, twice_kv_heads, page, dim = cache.shape
+    row_scales, column_scales = None, None
+    if isinstance(qkv, UnscaledProduct):
+        qkv, row_scales, column_scales = qkv
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
     half = next_power_of_2(dim // 2)
     per_program = min(next_power_of_2(heads), max(1, 512 // half))
@@ -252,6 +267,8 @@ def qkv_rope(
         numbers,
         numbers_stride,
         kv_scales,
+        row_scales,
+        column_scales,
         num_heads,
         twice_kv_heads // 2,
         dim,

@@ -15,7 +15,14 @@ from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors
-from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
+from sidestep.kernels.ops.rms_norm import (
+    Begun,
+    QuantizedRows,
+    RmsNorm,
+    Stream,
+    UnscaledProduct,
+    normed,
+)
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
@@ -51,7 +58,9 @@ _LEAST_ROWS = 16
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
 _MOST_UNSCALED = 2048
-"""Rows up to which the library is faster without scales, which the activation then applies."""
+"""Rows up to which the library is faster without scales, which the next kernel then applies."""
+_LIKE_256 = range(161, 193)
+"""Rows that take the library as long as 256 do, where W is wide: our own kernel takes less."""
 _MOST_SPLIT = 8
 _SHARE, _MOST_STAGES = 55 << 10, 10
 """Shared memory of a program on Hopper, so that four share a processor, or two if they are gated,
@@ -269,21 +278,40 @@ def _scaled(
     return out
 
 
+def _addend(
+    rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None
+) -> Tensor | UnscaledProduct:
+    """Return a product that the rounding of the next inputs adds to the stream.
+
+    It may come unscaled, or in parts, float32 [P, T, N].
+    """
+    if _may_stay_unscaled(rounded, matrix, bias):
+        return _unscaled(rounded, matrix)
+    return _scaled(rounded, matrix, bias, parts=True)
+
+
+def _may_stay_unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
+    """Return whether the library multiplies, and leaves the scales of rows and columns to others.
+
+    It is faster so than with scales, and than our own kernel.
+    """
+    tokens = len(rounded.codes)
+    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
+    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
+    return simple and few and suits_library(matrix) and is_hopper(matrix.device)
+
+
+def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix) -> UnscaledProduct:
+    """Return the library's product without its scales."""
+    return UnscaledProduct(unscaled_by_library(rounded, matrix), rounded.scales, matrix.scales)
+
+
 def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledConfig | None:
     """Return the tiles of our own kernel for rows in 8 bits, or None for the library's."""
     if not is_hopper(matrix.device):
         return None
     processors = num_processors(matrix.device)
     return scaled_config(tokens, *matrix.shape, processors, leaving=leaving)
-
-
-def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
-    """Return whether the library multiplies, and scales are better applied behind it."""
-    tokens = len(rounded.codes)
-    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
-    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
-    hopper = suits_library(matrix) and is_hopper(matrix.device)
-    return simple and few and hopper and _own_tiles(tokens, matrix, leaving=False) is None
 
 
 def _whole(
@@ -326,6 +354,17 @@ def coded_linear(
     return found if found is not None else _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
+def unscaled_coded_linear(
+    x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None
+) -> Tensor | UnscaledProduct:
+    """Return x W^T + b, [T, N], whose scales may be left to the kernel that reads it next."""
+    rounded = _rounded(x, matrix)
+    if rounded is not None and _may_stay_unscaled(rounded, matrix, bias):
+        return _unscaled(rounded, matrix)
+    found = _whole(x, rounded, matrix, bias)
+    return found if found is not None else _own(x, rounded, matrix, bias, gated=False)
+
+
 def coded_gated_linear(
     x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None
 ) -> Tensor | GateAndUp:
@@ -335,8 +374,10 @@ def coded_gated_linear(
     product.
     """
     rounded = _rounded(x, matrix)
-    if rounded is not None and _unscaled(rounded, matrix, bias):
-        return GateAndUp(unscaled_by_library(rounded, matrix), (rounded.scales, matrix.scales))
+    slow = rounded is not None and len(rounded.codes) in _LIKE_256
+    if rounded is not None and not slow and _may_stay_unscaled(rounded, matrix, bias):
+        both, *scales = _unscaled(rounded, matrix)
+        return GateAndUp(both, (scales[0], scales[1]))
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
@@ -418,7 +459,7 @@ def add_coded_linear(
             Stream(residual, norm),
             matrix.rounded,
             grouped=False,
-            added=_scaled(rounded, matrix, bias, parts=True),
+            added=_addend(rounded, matrix, bias),
         )
     if rounded is not None:
         scaled_product(rounded, matrix, bias, residual, add=True)

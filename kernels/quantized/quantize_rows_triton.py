@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import has_pdl, next_power_of_2, pdl
-from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, UnscaledProduct
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
 from sidestep.kernels.quantized.device_matrix import STEP
@@ -45,12 +45,17 @@ def _given(source, factor, columns, width, inside, HALVES: tl.constexpr):
 
 
 @triton.jit
-def _summed(source, more, part, inside, PARTS: tl.constexpr):
-    """Return numbers of a row and the parts of another one, and write their sum over the first."""
+def _summed(source, more, part, factor, columns, inside, PARTS: tl.constexpr):
+    """Return numbers of a row and the parts of another one, and write their sum over the first.
+
+    factor, columns: the scales of the other row and of its columns, or None.
+    """
     value = tl.load(source, mask=inside, other=0.0)
     summed = tl.load(more, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(1, PARTS):
         summed += tl.load(more + i * part, mask=inside, other=0.0).to(tl.float32)
+    if columns is not None:
+        summed *= tl.load(columns, mask=inside, other=0.0) * factor
     value = (value.to(tl.float32) + summed).to(source.dtype.element_ty)
     tl.store(source, value, mask=inside)
     return value
@@ -149,7 +154,11 @@ def _quantize_rows(
         # Whole lines are written at once, and threads swap numbers then.
         natural = tl.arange(0, BLOCK)
         part = tl.num_programs(0).to(tl.int64) * K
-        value = _summed(source + natural, added + row * K + natural, part, natural < K, PARTS)
+        factor, scale_of = 1.0, x_columns
+        if x_columns is not None:
+            factor, scale_of = tl.load(x_rows + row), x_columns + natural
+        more = added + row * K + natural
+        value = _summed(source + natural, more, part, factor, scale_of, natural < K, PARTS)
         first, second = value.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).split()
     else:
         factor, low, high = 1.0, x_columns, x_columns
@@ -186,17 +195,19 @@ def quantize_rows(
     *,
     grouped: bool,
     input_scale: Tensor | None = None,
-    added: Tensor | None = None,
+    added: Tensor | UnscaledProduct | None = None,
 ) -> QuantizedRows:
     """Return the rows of x [T, K], or of a stream's norm, or of an activation, in 8 bits.
 
     grouped: whether each 128 columns have a scale. input_scale: float32 [1], the scale of all rows;
-    None where each has its own, by its largest number. added: [T, K] or parts of it [P, T, K],
-    contiguous, which are first added to x or to the stream, in place.
+    None where each has its own, by its largest number. added: [T, K], scaled or not, or parts of it
+    [P, T, K], contiguous, which are first added to x or to the stream, in place.
     """
     norm: RmsNorm | None = None
     halves = isinstance(x, GateAndUp)
     x_rows, x_columns = None, None
+    if isinstance(added, UnscaledProduct):
+        added, x_rows, x_columns = added
     if isinstance(x, GateAndUp):
         if x.scales is not None:
             x_rows, x_columns = x.scales

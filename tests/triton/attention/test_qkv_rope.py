@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
+from sidestep.kernels.ops.rms_norm import UnscaledProduct
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,
@@ -36,6 +38,18 @@ class Shape:
     page: int = 16
     tokens: int = 3
     normed: bool = False
+    unscaled: bool = False
+    """Whether rows and columns of the projections are still to be scaled."""
+
+
+def check_written(shape: Shape, written: Tensor, key: Tensor, value: Tensor) -> None:
+    """Check a token's keys and values in the cache, [2 KVH, D]."""
+    assert_close(written[: shape.kv_heads], key, ulps=6)
+    values = written[shape.kv_heads :]
+    if shape.unscaled:
+        assert_close(values, value)
+    else:
+        assert torch.equal(values, value.to(values.dtype)), "values are copied as they are"
 
 
 def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart: int = 0) -> None:
@@ -65,7 +79,10 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
         guarded(values.normal(shape.dim, dtype=dtype)),
         guarded(values.normal(shape.dim, dtype=dtype)),
     )
-    given = qkv.double().view(shape.tokens, -1, shape.dim)
+    rows = guarded(values.normal(shape.tokens, 1, dtype=torch.float32))
+    columns = guarded(values.normal(1, width, dtype=torch.float32))
+    exact = qkv.double() * (rows.double() * columns.double() if shape.unscaled else 1)
+    given = exact.view(shape.tokens, -1, shape.dim)
     query, key, value = given.split([shape.heads, shape.kv_heads, shape.kv_heads], 1)
     at = torch.tensor(positions, device=DEVICE)
     expected_query, expected_key = (
@@ -80,9 +97,11 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
         k_weight=norms[1],
         between=buffer[:, width:],
         keys_values=qkv[:, shape.heads * shape.dim :],
+        rows=rows,
+        columns=columns,
     ):
         qkv_rope(
-            qkv,
+            UnscaledProduct(qkv, rows, columns) if shape.unscaled else qkv,
             int32(positions),
             int32(slot_mapping),
             cos,
@@ -99,10 +118,7 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
     assert_close(got[real], expected_query[real], ulps=6)
     for t in real:
         written = cache[slot_mapping[t] // shape.page, :, slot_mapping[t] % shape.page]
-        assert_close(written[: shape.kv_heads], expected_key[t], ulps=6)
-        assert torch.equal(written[shape.kv_heads :], value[t].to(dtype)), (
-            "values are copied as they are"
-        )
+        check_written(shape, written, expected_key[t], value[t])
         written.copy_(empty)
     assert_untouched(cache, "slots of the cache that were not asked for")
 
@@ -112,6 +128,12 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
 def test_head_sizes(dim: int, with_norms: bool, dtype: torch.dtype) -> None:
     check(Shape(4, 2, dim, normed=with_norms), dtype)
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_projections_that_are_still_to_be_scaled(dim: int, with_norms: bool) -> None:
+    check(Shape(4, 2, dim, normed=with_norms, unscaled=True), DTYPE, padding=(2,), apart=8)
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
