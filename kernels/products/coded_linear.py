@@ -57,8 +57,9 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
-_MOST_UNSCALED = 2048
-"""Rows up to which the library is faster without scales, which the next kernel then applies."""
+_MOST_UNSCALED, _SMALL = 2048, 32 << 20
+"""Rows up to which the library is faster without scales, which the next kernel then applies, and
+numbers of a matrix up to which it is so for any number of rows."""
 _LIKE_256 = range(161, 193)
 """Rows that take the library as long as 256 do, where W is wide: our own kernel takes less."""
 _MOST_SPLIT = 8
@@ -297,8 +298,9 @@ def _may_stay_unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tenso
     """
     tokens = len(rounded.codes)
     simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
-    few = tokens <= _MOST_UNSCALED and rounded.scales.shape == (tokens, 1)
-    return simple and few and suits_library(matrix) and is_hopper(matrix.device)
+    few = tokens <= _MOST_UNSCALED or matrix.shape[0] * matrix.shape[1] <= _SMALL
+    whole_rows = rounded.scales.shape == (tokens, 1)
+    return simple and few and whole_rows and suits_library(matrix) and is_hopper(matrix.device)
 
 
 def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix) -> UnscaledProduct:

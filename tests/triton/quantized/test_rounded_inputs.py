@@ -291,9 +291,12 @@ def test_tiles_of_the_kernel_for_hopper(config: ScaledConfig, bias: bool, add: b
             parts = poisoned(config.split, tokens, outputs, dtype=torch.float32)
             launch(rows, matrix, None, parts, False, config)
             assert_margins_untouched(parts)
-            # A sum of 512 columns stays in the tensor cores, which cut each number at its 14th bit.
+            # A sum of 512 columns stays in the tensor cores. They cut each number they add behind
+            # the 14th bit of the largest one. Such sums, computed on a host, stay below half
+            # of this bound, and those with a column too few do not.
             errors = (parts.sum(0).double() - expected).abs()
-            assert (errors <= 2.0**-12 * (x.abs() @ w.abs().T)).all()
+            size = x.norm(dim=1)[:, None] * w.norm(dim=1)[None, :]
+            assert (errors <= 2.0**-11 * size).all()
 
 
 @pytest.mark.parametrize("leaving", [False, True])
