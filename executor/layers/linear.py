@@ -40,7 +40,7 @@ class Linear:
     def unscaled(self, x: Tensor | Stream) -> Tensor | UnscaledProduct:
         """Return the product, whose scales may be left to the kernel that reads it next."""
         product = self._product
-        return product.unscaled(x) if isinstance(product, CodedGpuMatrix) else product(x)
+        return product.unscaled(x) if isinstance(product, CodedGpuMatrix) else self(x)
 
     def gated(self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu") -> Tensor:
         """Return act(gate) * up of the halves of the product.
