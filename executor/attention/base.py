@@ -20,7 +20,7 @@ from sidestep.ipc.model.cache_groups import LayerPlace
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.transport.step import Int32
-from sidestep.kernels.ops.rms_norm import UnscaledProduct
+from sidestep.kernels.unscaled_product import UnscaledProduct
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
@@ -233,7 +233,7 @@ class AttentionBackend(abc.ABC):
     def attend(
         self,
         layer: int,
-        qkv: Tensor,
+        qkv: Tensor | UnscaledProduct,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
@@ -246,16 +246,6 @@ class AttentionBackend(abc.ABC):
         cache; each token attends to the tokens before it and to itself. sinks float32 [H]: a score
         of each query head that the softmax's denominator has beside those of the keys. kv_scales
         float16 [2 KVH]: scales of the codes of keys, and behind them of values; one that is 0
-        stands for a scale of each token, and so does None. May write over qkv.
+        stands for a scale of each token, and so does None. May write over qkv, and scales
+        it first where that is still to be done.
         """
-
-    def attend_unscaled(
-        self,
-        layer: int,
-        qkv: UnscaledProduct,
-        norms: Norms | None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Scale the projections, and attend."""
-        return self.attend(layer, qkv.scaled(), norms, sinks, kv_scales)

@@ -26,6 +26,7 @@ from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
+from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
 
 _LAYOUT = "HND"
 """FlashInfer's name of the cache's layout."""
@@ -88,12 +89,13 @@ class FlashInferAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor,
+        qkv: Tensor | UnscaledProduct,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values to the cache, then attend: decode rows, then the others."""
+        qkv = scaled(qkv)
         assert sinks is None, "models with sinks are refused at the start"
         assert kv_scales is None, "codes are refused at the start"
         shape, setup, rows = self._shape, self._setup, self._num_decode

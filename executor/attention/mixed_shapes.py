@@ -21,7 +21,7 @@ from sidestep.executor.attention.base import (
 )
 from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.attention.scaled_queries import open_scaled
-from sidestep.kernels.ops.rms_norm import UnscaledProduct
+from sidestep.kernels.unscaled_product import UnscaledProduct
 
 
 def open_attention(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
@@ -59,7 +59,7 @@ class MixedShapes(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor,
+        qkv: Tensor | UnscaledProduct,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
@@ -67,18 +67,6 @@ class MixedShapes(AttentionBackend):
         """Attend with the backend of the layer's shape."""
         backend, index = self._of_layer[layer]
         return backend.attend(index, qkv, norms, sinks, kv_scales)
-
-    def attend_unscaled(
-        self,
-        layer: int,
-        qkv: UnscaledProduct,
-        norms: Norms | None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Attend with the backend of the layer's shape."""
-        backend, index = self._of_layer[layer]
-        return backend.attend_unscaled(index, qkv, norms, sinks, kv_scales)
 
 
 def _setup_of(

@@ -31,7 +31,7 @@ from sidestep.kernels.attention.prefill_attention_triton import prefill_attentio
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import next_power_of_2
-from sidestep.kernels.ops.rms_norm import UnscaledProduct
+from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
@@ -176,75 +176,44 @@ class TritonAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor,
+        qkv: Tensor | UnscaledProduct,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Launch one layer's attention."""
-        step = self._step
+        shape, setup, step = self._shape, self._setup, self._step
         assert step is not None, "no step has begun"
         rows = step.rows
+        table = setup.rotary[shape.table(layer)]
+        rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
+        product = without_scales(qkv)
+        out = product.new_empty(product.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before. But
         # for few rows, codes are written before too: a query attends to them as they are read.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
-        if one_each and qkv.shape[0] <= _FEW_ROWS and self._writes_as_it_attends(step, layer):
-            out = self._room(qkv)
-            self._attend_decodes(step, layer, qkv, out, self._rope(layer, norms), sinks, kv_scales)
+        few = one_each and product is qkv and product.shape[0] <= _FEW_ROWS
+        if few and self._writes_as_it_attends(step, layer):
+            self._attend_decodes(step, layer, product, out, rope, sinks, kv_scales)
             return out
-        return self._attend_written(step, layer, qkv, norms, sinks, kv_scales)
-
-    def attend_unscaled(
-        self,
-        layer: int,
-        qkv: UnscaledProduct,
-        norms: Norms | None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Launch one layer's attention, whose keys and values are written before."""
-        assert self._step is not None, "no step has begun"
-        return self._attend_written(self._step, layer, qkv, norms, sinks, kv_scales)
-
-    def _rope(self, layer: int, norms: Norms | None) -> Rope:
-        table = self._setup.rotary[self._shape.table(layer)]
-        return Rope(table.cos, table.sin, norms, self._setup.norm_eps)
-
-    def _room(self, qkv: Tensor) -> Tensor:
-        """Return memory for the heads' results."""
-        return qkv.new_empty(qkv.shape[0], self._shape.num_heads * self._shape.head_dim)
-
-    def _attend_written(
-        self,
-        step: _Step,
-        layer: int,
-        given: Tensor | UnscaledProduct,
-        norms: Norms | None,
-        sinks: Tensor | None,
-        kv_scales: Tensor | None,
-    ) -> Tensor:
-        """Write keys and values, and launch what attends to them."""
-        rope, rows = self._rope(layer, norms), step.rows
         qkv_rope(
-            given,
+            qkv,
             step.batch.positions,
-            step.batch.slot_mapping[self._shape.place(layer).group],
+            step.batch.slot_mapping[shape.place(layer).group],
             rope.cos,
             rope.sin,
             norms,
             rope.eps,
             self._written[layer],
-            self._shape.num_heads,
+            shape.num_heads,
             kv_scales,
         )
-        qkv = given.product if isinstance(given, UnscaledProduct) else given
-        out = self._room(qkv)
         if rows.max_prompt_rows == 0:
-            self._attend_decodes(step, layer, qkv, out, None, sinks)
+            self._attend_decodes(step, layer, product, out, None, sinks)
         elif rows.max_decode_rows == 0:
-            self._attend_prompts(step, layer, qkv, out, sinks)
+            self._attend_prompts(step, layer, product, out, sinks)
         else:
-            self._attend_both(step, layer, qkv, out, sinks)
+            self._attend_both(step, layer, product, out, sinks)
         return out
 
     def _writes_as_it_attends(self, step: _Step, layer: int) -> bool:

@@ -15,8 +15,9 @@ from sidestep.executor.weights.kv_scales import load_kv_scales
 from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
-from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, UnscaledProduct, join_columns
+from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, join_columns
 from sidestep.kernels.ops.silu_mul import sigmoid_mul
+from sidestep.kernels.unscaled_product import without_scales
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -157,15 +158,14 @@ class Attention:
             )
             if spec.row_norms and not (one == "k" and spec.kv_back)
         ]
-        changed = self._row_norms or spec.keys_as_values or self._value_norm is not None
-        self._is_plain = not (spec.gate or changed)
+        changes = spec.gate, spec.keys_as_values, self._row_norms, self._value_norm
+        self._is_plain = not any(changes)
         """Whether attention takes the projections as they come."""
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""
-        projected = self._projected(stream)
-        qkv = projected.product if isinstance(projected, UnscaledProduct) else projected
-        return self._add(stream, qkv[:, : self._width].contiguous())
+        qkv = self._qkv.unscaled(stream) if self._is_plain else self._qkv(stream)
+        return self._add(stream, without_scales(qkv)[:, : self._width].contiguous())
 
     def __call__(
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
@@ -179,19 +179,15 @@ class Attention:
     def _attended(self, stream: Stream, layer: int, attention: AttentionBackend) -> Tensor:
         """Return the heads' results, [T, H * D]."""
         constants = self._head_norms, self._sinks, self._kv_scales
-        projected = self._projected(stream)
-        if isinstance(projected, UnscaledProduct):
-            return attention.attend_unscaled(layer, projected, *constants)
-        qkv = self._with_values(projected)
+        if self._is_plain:
+            return attention.attend(layer, self._qkv.unscaled(stream), *constants)
+        qkv = self._with_values(self._qkv(stream))
         for columns, norm in self._row_norms:
             norm(qkv[:, columns])
         attended = attention.attend(layer, qkv[:, : self._gate_from], *constants)
         if self._gate_from is not None:
             sigmoid_mul(attended, qkv[:, self._gate_from :])
         return attended
-
-    def _projected(self, stream: Stream) -> Tensor | UnscaledProduct:
-        return self._qkv.unscaled(stream) if self._is_plain else self._qkv(stream)
 
     def _with_values(self, qkv: Tensor) -> Tensor:
         """Return the projections with the values as they are kept."""

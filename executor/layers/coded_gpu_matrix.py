@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, UnscaledProduct
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
+from sidestep.kernels.unscaled_product import UnscaledProduct
 
 
 class CodedGpuMatrix:

@@ -16,8 +16,9 @@ from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, UnscaledProduct, add
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed
+from sidestep.kernels.unscaled_product import UnscaledProduct
 
 
 class Linear:

@@ -17,7 +17,7 @@ from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_
 from sidestep.kernels.attention.common.scores_triton import bounded
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
-from sidestep.kernels.ops.rms_norm import UnscaledProduct
+from sidestep.kernels.unscaled_product import UnscaledProduct
 
 
 @dataclass(frozen=True)

@@ -134,21 +134,6 @@ class QuantizedRows(NamedTuple):
     """float32 [T, G]: G is 1, or K / 128, rounded up."""
 
 
-class UnscaledProduct(NamedTuple):
-    """A product of codes that is still to be scaled, by the kernel that reads it next."""
-
-    product: Tensor
-    """[T, N], in the run's type."""
-    rows: Tensor
-    """float32 [T, 1]: what each row is multiplied with."""
-    columns: Tensor
-    """float32 [1, N]: what each column is multiplied with."""
-
-    def scaled(self) -> Tensor:
-        """Return the product with its scales, in its type."""
-        return (self.product * (self.rows * self.columns)).to(self.product.dtype)
-
-
 Begun = BegunNorm | QuantizedRows
 """The product before a norm may compute a part of it, or all of it, rounded to 8 bits."""
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native import rows as native
+from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
 
 _SERIAL = 1 << 15
 """Number of elements up to which torch uses a single thread, and which each thread gets at least.
@@ -19,17 +20,12 @@ _SERIAL = 1 << 15
 class GateAndUp(NamedTuple):
     """A gated activation that is still to be computed: silu(gate) * up."""
 
-    both: Tensor
+    both: Tensor | UnscaledProduct
     """[T, 2 F], contiguous, with the gate first."""
-    scales: tuple[Tensor, Tensor] | None = None
-    """float32 [T, 1] and [1, 2 F]: what each row and each column is still to be multiplied with."""
 
     def computed(self) -> Tensor:
         """Return the activation, [T, F]."""
-        if self.scales is None:
-            return silu_mul(self.both)
-        rows, columns = self.scales
-        return silu_mul((self.both * rows * columns).to(self.both.dtype))
+        return silu_mul(scaled(self.both))
 
 
 def computed(x: Tensor | GateAndUp) -> Tensor:

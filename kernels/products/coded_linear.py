@@ -15,14 +15,7 @@ from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import num_processors
-from sidestep.kernels.ops.rms_norm import (
-    Begun,
-    QuantizedRows,
-    RmsNorm,
-    Stream,
-    UnscaledProduct,
-    normed,
-)
+from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
@@ -46,6 +39,7 @@ from sidestep.kernels.quantized.scaled_library import (
     unscaled_by_library,
 )
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
+from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
 
 MAX_ROWS = 64
 _DECODED = 1024
@@ -245,7 +239,7 @@ def _rounded(x: Tensor | Stream | GateAndUp, matrix: DeviceMatrix) -> QuantizedR
 def _rows_of(x: Tensor | Stream | GateAndUp) -> int:
     """Return the number of rows."""
     if isinstance(x, GateAndUp):
-        return len(x.both)
+        return len(without_scales(x.both))
     return len(x.hidden if isinstance(x, Stream) else x)
 
 
@@ -279,33 +273,21 @@ def _scaled(
     return out
 
 
-def _addend(
-    rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None
-) -> Tensor | UnscaledProduct:
-    """Return a product that the rounding of the next inputs adds to the stream.
+def _unscaled(
+    rounded: QuantizedRows | None, matrix: DeviceMatrix, bias: Tensor | None
+) -> UnscaledProduct | None:
+    """Return the library's product without scales, or None where that does not suit.
 
-    It may come unscaled, or in parts, float32 [P, T, N].
+    For these rows it is faster so than with scales, and than our own kernel.
     """
-    if _may_stay_unscaled(rounded, matrix, bias):
-        return _unscaled(rounded, matrix)
-    return _scaled(rounded, matrix, bias, parts=True)
-
-
-def _may_stay_unscaled(rounded: QuantizedRows, matrix: DeviceMatrix, bias: Tensor | None) -> bool:
-    """Return whether the library multiplies, and leaves the scales of rows and columns to others.
-
-    It is faster so than with scales, and than our own kernel.
-    """
-    tokens = len(rounded.codes)
-    simple = bias is None and matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
-    few = tokens <= _MOST_UNSCALED or matrix.shape[0] * matrix.shape[1] <= _SMALL
-    whole_rows = rounded.scales.shape == (tokens, 1)
-    return simple and few and whole_rows and suits_library(matrix) and is_hopper(matrix.device)
-
-
-def _unscaled(rounded: QuantizedRows, matrix: DeviceMatrix) -> UnscaledProduct:
-    """Return the library's product without its scales."""
-    return UnscaledProduct(unscaled_by_library(rounded, matrix), rounded.scales, matrix.scales)
+    if rounded is None or bias is not None or not suits_library(matrix):
+        return None
+    rows, columns = len(rounded.codes), matrix.scales
+    few = rows <= _MOST_UNSCALED or matrix.shape[0] * matrix.shape[1] <= _SMALL
+    simple = matrix.dtype == torch.bfloat16 and matrix.group[0] == 1
+    if not (few and simple and is_hopper(matrix.device)):
+        return None
+    return UnscaledProduct(unscaled_by_library(rounded, matrix), rounded.scales, columns)
 
 
 def _own_tiles(tokens: int, matrix: DeviceMatrix, *, leaving: bool) -> ScaledConfig | None:
@@ -351,9 +333,7 @@ def coded_linear(
 
     x is [T, K], or a stream whose norm is multiplied; b is [N].
     """
-    rounded = _rounded(x, matrix)
-    found = _whole(x, rounded, matrix, bias, out)
-    return found if found is not None else _own(x, rounded, matrix, bias, gated=False, out=out)
+    return _linear(x, _rounded(x, matrix), matrix, bias, out)
 
 
 def unscaled_coded_linear(
@@ -361,10 +341,19 @@ def unscaled_coded_linear(
 ) -> Tensor | UnscaledProduct:
     """Return x W^T + b, [T, N], whose scales may be left to the kernel that reads it next."""
     rounded = _rounded(x, matrix)
-    if rounded is not None and _may_stay_unscaled(rounded, matrix, bias):
-        return _unscaled(rounded, matrix)
-    found = _whole(x, rounded, matrix, bias)
-    return found if found is not None else _own(x, rounded, matrix, bias, gated=False)
+    found = _unscaled(rounded, matrix, bias)
+    return found if found is not None else _linear(x, rounded, matrix, bias)
+
+
+def _linear(
+    x: Tensor | Stream,
+    rounded: QuantizedRows | None,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    found = _whole(x, rounded, matrix, bias, out)
+    return found if found is not None else _own(x, rounded, matrix, bias, gated=False, out=out)
 
 
 def coded_gated_linear(
@@ -376,10 +365,9 @@ def coded_gated_linear(
     product.
     """
     rounded = _rounded(x, matrix)
-    slow = rounded is not None and len(rounded.codes) in _LIKE_256
-    if rounded is not None and not slow and _may_stay_unscaled(rounded, matrix, bias):
-        both, *scales = _unscaled(rounded, matrix)
-        return GateAndUp(both, (scales[0], scales[1]))
+    unscaled = None if _rows_of(x) in _LIKE_256 else _unscaled(rounded, matrix, bias)
+    if unscaled is not None:
+        return GateAndUp(unscaled)
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
         return GateAndUp(found) if rounded is not None else silu_mul(found)
@@ -445,26 +433,13 @@ def add_coded_linear(
     yet may be too large for it.
     """
     rounded = _rounded(x, matrix)
-    x = x.both if isinstance(x, GateAndUp) and rounded is not None else computed(x)
-    if rounded is None and len(x) >= _DECODED:
+    if rounded is not None:
+        return _add_rounded(residual, rounded, matrix, bias, norm)
+    x = computed(x)
+    if len(x) >= _DECODED:
         if bias is not None:
             residual += bias
         residual.addmm_(x, _decoded(matrix).t())
-        return None
-    if rounded is not None and suits_library(matrix):
-        if norm is None or matrix.input_scale is not None:
-            _scaled(rounded, matrix, bias, residual, add=True)
-            return None
-        assert matrix.rounded is not None
-        # The next matrix is most likely of this form.
-        return quantize_rows(
-            Stream(residual, norm),
-            matrix.rounded,
-            grouped=False,
-            added=_addend(rounded, matrix, bias),
-        )
-    if rounded is not None:
-        scaled_product(rounded, matrix, bias, residual, add=True)
         return None
     if len(x) > MAX_ROWS and streams(matrix):
         _wide(x, matrix, bias, residual, add=True)
@@ -472,3 +447,25 @@ def add_coded_linear(
     few = len(x) <= MAX_ROWS and x.dtype == torch.bfloat16
     config = choose(len(x), matrix, False)
     return add_own_linear(residual, x, matrix, bias, norm=norm if few else None, config=config)
+
+
+def _add_rounded(
+    residual: Tensor,
+    rounded: QuantizedRows,
+    matrix: DeviceMatrix,
+    bias: Tensor | None,
+    norm: RmsNorm | None,
+) -> Begun | None:
+    """Add the product of rows in 8 bits to residual, as add_coded_linear does."""
+    if not suits_library(matrix):
+        scaled_product(rounded, matrix, bias, residual, add=True)
+        return None
+    if norm is None or matrix.input_scale is not None:
+        _scaled(rounded, matrix, bias, residual, add=True)
+        return None
+    assert matrix.rounded is not None
+    added: Tensor | UnscaledProduct | None = _unscaled(rounded, matrix, bias)
+    if added is None:
+        added = _scaled(rounded, matrix, bias, parts=True)
+    # The next matrix is most likely of this form.
+    return quantize_rows(Stream(residual, norm), matrix.rounded, grouped=False, added=added)

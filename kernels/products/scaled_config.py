@@ -22,8 +22,6 @@ class ScaledConfig:
     """Number of programs that share a tile's columns."""
     unroll: int = 8
     """Steps until all threads wait for the tensor cores."""
-    depth: int = 4
-    """Steps whose sum stays in the tensor cores."""
     block_n: int = 128
     """Rows of W."""
     num_warps: int = 8

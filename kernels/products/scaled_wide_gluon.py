@@ -34,6 +34,9 @@ from sidestep.kernels.products.streamed_linear_gluon import _barrier, _bulk_load
 from sidestep.kernels.products.wide_codes_gluon import _ask_for_x, _finish
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
+_SUMMED = 4
+"""Steps whose sum stays in the tensor cores."""
+
 
 @gluon.jit
 def _begin(ring, x_ring, slot, total, GOES_ON: gl.constexpr):
@@ -287,7 +290,7 @@ def launch(
     # No program may have a part of a turn, and no turn a part of a sum.
     steps, rest = divmod(num_inputs // STEP, c.split)
     unroll = 1 if rest else math.gcd(c.unroll, steps)
-    depth = math.gcd(c.depth, unroll)
+    depth = math.gcd(_SUMMED, unroll)
     _wide_scaled[(tiles * row_tiles * c.split,)](
         _tiles(x.codes, c.rows),
         _tiles(x.codes, c.more or c.rows),

@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import has_pdl, next_power_of_2, pdl
-from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, UnscaledProduct
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
 from sidestep.kernels.quantized.device_matrix import STEP
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
+from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
 
 _WORD = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"
@@ -209,9 +210,9 @@ def quantize_rows(
     if isinstance(added, UnscaledProduct):
         added, x_rows, x_columns = added
     if isinstance(x, GateAndUp):
-        if x.scales is not None:
-            x_rows, x_columns = x.scales
-        x = x.both
+        if isinstance(x.both, UnscaledProduct):
+            x_rows, x_columns = x.both.rows, x.both.columns
+        x = without_scales(x.both)
     elif isinstance(x, Stream):
         # Norms of other kinds, and those that are done, are not computed here.
         norm = x.norm if x.done is None and x.norm.may_begin else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
-from sidestep.kernels.ops.rms_norm import UnscaledProduct
+from sidestep.kernels.unscaled_product import UnscaledProduct
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,

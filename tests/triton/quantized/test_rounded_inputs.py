@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels import gpu
-from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, UnscaledProduct, rms_norm
+from sidestep.kernels.ops.rms_norm import QuantizedRows, RmsNorm, Stream, rms_norm
 from sidestep.kernels.ops.silu_mul import GateAndUp, silu_mul
 from sidestep.kernels.products.coded_linear import (
     add_coded_linear,
@@ -28,6 +28,7 @@ from sidestep.kernels.quantized.scaled_library import (
     unscaled_by_library,
 )
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
+from sidestep.kernels.unscaled_product import UnscaledProduct
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.support import (
     DEVICE,
@@ -193,7 +194,7 @@ def test_scales_are_applied_before_the_activation() -> None:
     rows, columns = (values.normal(*size, dtype=torch.float32) for size in ((3, 1), (1, 400)))
     scaled = (both.float() * (columns * rows)).to(DTYPE)
     alone = quantize_rows(GateAndUp(scaled), "fp8", grouped=False)
-    given = GateAndUp(both, (rows, columns))
+    given = GateAndUp(UnscaledProduct(both, rows, columns))
     with unchanged(both=both), PoisonedAllocations():
         found = quantize_rows(given, "fp8", grouped=False)
     assert torch.equal(found.scales, alone.scales)
