@@ -37,9 +37,18 @@ def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:
     Tiles lie in shared memory in the pattern for 128 bytes a row, or row after row if these are
     shorter; what is outside x is zero.
     """
-    block, shape = (rows, row_bytes // x.itemsize), (x.shape[0], x.shape[1])
-    kind, strides, zeros = _KINDS[x.dtype], (x.stride(0), 1), 0
+    return box_map(x, (rows,), row_bytes)
+
+
+def box_map(x: Tensor, counts: tuple[int, ...], row_bytes: int) -> TileMap:
+    """Return the descriptor of boxes of x, which lie in shared memory as the rows of a tile do.
+
+    counts: the sizes of a box, but for the innermost one, which has row_bytes.
+    """
+    block, kind, zeros = (*counts, row_bytes // x.itemsize), _KINDS[x.dtype], 0
     swizzle = _SWIZZLE_128 if row_bytes == _SWIZZLED else _PLAIN
+    shape, strides = tuple(x.shape), x.stride()
+    assert strides[-1] == 1
     return _aligned((x.data_ptr(), swizzle, x.itemsize, kind, block, shape, strides, zeros))
 
 

@@ -60,6 +60,12 @@ __device__ __forceinline__ void named_sync(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
 }
 
+// Counts as threads that came there, and does not wait.
+template <int THREADS>
+__device__ __forceinline__ void named_arrive(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(THREADS) : "memory");
+}
+
 // ---- Shared memory ----
 
 // A slot of a ring in shared memory, and whether it is used for an odd time.
@@ -85,6 +91,10 @@ __device__ __forceinline__ float number(u32 address) {
     float found;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(address));
     return found;
+}
+
+__device__ __forceinline__ void zero_16(u32 address) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
 
 // ---- Clusters ----
@@ -121,6 +131,16 @@ __device__ __forceinline__ void load_tile(
     }
 }
 
+// Loads a box of three dimensions. What is outside of the memory becomes zero.
+__device__ __forceinline__ void load_box(
+    const TileMap* map, u32 target, u32 barrier, int column, int row, int plane) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
+        : "memory");
+}
+
 // Copies 16 bytes, or zeros where `bytes` is 0.
 __device__ __forceinline__ void copy_16(u32 target, const void* source, int bytes) {
     asm volatile(
@@ -144,6 +164,20 @@ __device__ __forceinline__ void shared_memory_fence() {
 
 // ---- Products of a warpgroup ----
 
+// Keeps the compiler from moving the sums over this place.
+template <int COUNT>
+__device__ __forceinline__ void hold(float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// Keeps the compiler from computing an operand's words behind this place.
+template <int COUNT>
+__device__ __forceinline__ void hold(u32 (&words)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+r"(words[i])::"memory");
+}
+
 __device__ __forceinline__ void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -160,6 +194,13 @@ __device__ __forceinline__ void wgmma_wait() {
 // Returns the descriptor of rows of 128 bytes in the copy engine's pattern for 128 bytes.
 __device__ __forceinline__ u64 rows_of_128(u32 address) {
     return u64((address & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(64) << 32) | (u64(1) << 62);
+}
+
+// Returns the descriptor of a second operand of which a row has the columns of one input: 64 of them
+// in 128 bytes, in the copy engine's pattern, and `apart` bytes behind these rows the next 64.
+__device__ __forceinline__ u64 columns_of_128(u32 address, u32 apart) {
+    return u64((address & 0x3FFFF) >> 4) | (u64(apart >> 4) << 16) | (u64(64) << 32) |
+        (u64(1) << 62);
 }
 
 template <int COUNT>
