@@ -20,10 +20,15 @@ from benchmarks.kernels.gpu_timing import (
     relative_error,
     repeated,
 )
+from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
-from sidestep.kernels.attention.prefill_attention_triton import PrefillConfig, prefill_attention
+from sidestep.kernels.attention.prefill_attention_triton import (
+    PrefillConfig,
+    prefill_attention,
+    prefill_config,
+)
 
 
 class Paged:
@@ -205,6 +210,12 @@ class Prefill:
         self.operations = sum(4 * model.heads * model.head_dim * n * (n + 1) / 2 for n in lengths)
         self.batch = Paged(model, lengths, lengths, block_size, 2)
         self.model = model
+
+    @property
+    def shipped(self) -> PrefillConfig:
+        """The configuration that the engine takes."""
+        taken = prefill_hopper.takes(self.batch.caches[0], DTYPE, self.model.heads)
+        return prefill_config(self.model.head_dim, DTYPE.itemsize, hopper=taken)
 
     def calls(self, config: PrefillConfig) -> list[Call]:
         """Return one call for each copy of the cache."""

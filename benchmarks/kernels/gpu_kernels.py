@@ -49,7 +49,6 @@ from benchmarks.kernels.gpu_timing import (
 )
 from benchmarks.kernels.gpu_tuning import tune_layer, write_products
 from sidestep.kernels.attention.decode_config import config_of
-from sidestep.kernels.attention.prefill_attention_triton import prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
@@ -108,7 +107,7 @@ def prefill_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
         for name, lengths in {"1 x 8k": [8192], "16 x 512": [512] * 16}.items():
             for block_size in (64,) if tune else (16, 32, 64, 128):
                 case = Prefill(model, lengths, block_size)
-                took = attempt(lambda case=case: case.time(prefill_config(128, 2)))
+                took = attempt(lambda case=case: case.time(case.shipped))
                 library = attempt(case.library)
                 table.add(
                     f"  {model.name} {name} block {block_size}: {case.operations / took / 1e6:.0f} "

@@ -22,6 +22,7 @@ from sidestep.executor.attention.base import (
 )
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
+from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
@@ -90,7 +91,9 @@ class TritonAttention(AttentionBackend):
             cache if shape.source(layer) == layer else _without_heads(cache)
             for layer, cache in enumerate(self._layers)
         ]
-        self._prefill = prefill_config(shape.head_dim, setup.dtype.itemsize)
+        self._prefill = prefill_config(
+            shape.head_dim, setup.dtype.itemsize, hopper=self._suits_hopper()
+        )
         self._tokens = self._prefill.tokens(shape.num_heads // shape.num_kv_heads)
         coded = any(kept.format in ("fp8", "int8") for kept in setup.kv_layout.layers)
         self._scratches = {
@@ -129,6 +132,16 @@ class TritonAttention(AttentionBackend):
             for layer, window in enumerate(shape.windows):
                 self._works[window, shape.place(layer).group] = few.new_work(_FEW_ROWS)
         self._step: _Step | None = None
+
+    def _suits_hopper(self) -> bool:
+        """Return whether the kernel for Hopper takes the prompts of all layers."""
+        shape, dtype = self._shape, self._setup.dtype
+        return all(
+            isinstance(cache, Tensor)
+            and shape.softcap(layer) is None
+            and prefill_hopper.takes(cache, dtype, shape.num_heads)
+            for layer, cache in enumerate(self._layers)
+        )
 
     def begin_step(self, batch: StepBatch) -> None:
         """Plan the step's attention on the device, for each window."""

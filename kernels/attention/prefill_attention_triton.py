@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.common.kv_codes_triton import (
     CodedCache,
     load_coded,
@@ -40,14 +41,24 @@ class PrefillConfig:
     num_stages: int = 3
     bulk: bool = True
     registers: int | None = None
+    hopper: bool = False
+    """Whether the kernel for Hopper takes it (prefill_hopper.py)."""
 
     def tokens(self, group: int) -> int:
         """Return the number of query tokens of a tile. group: number of query heads a KV head."""
         return max(1, self.rows // group)
 
 
-def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
-    """Return the configuration for a head size and the cache's item size."""
+HOPPER = PrefillConfig(prefill_hopper.ROWS, prefill_hopper.KEYS, hopper=True)
+
+
+def prefill_config(head_dim: int, itemsize: int, *, hopper: bool = False) -> PrefillConfig:
+    """Return the configuration for a head size and the cache's item size.
+
+    hopper: whether the kernel for Hopper takes all of a model's layers.
+    """
+    if hopper:
+        return HOPPER
     if head_dim > 256:
         return PrefillConfig(16, 16, 4, 2) if itemsize > 2 else PrefillConfig(32, 32, 8, 2)
     if itemsize > 2:
@@ -357,6 +368,14 @@ def prefill_attention(
     of prompt rows only; softcap: the bound of the scores; sinks float32 [H]: scores that only the
     softmax's denominator has.
     """
+    if config.hopper:
+        assert isinstance(cache, Tensor) and softcap is None
+        prefill_hopper.prefill_hopper(
+            q, cache, block_tables, slots, seq_lens, query_starts, tile_ends, out,
+            num_heads=num_heads, max_tokens=max_tokens, max_rows=max_rows, window=window,
+            scale=scale * LOG2_E.value, sinks=sinks,
+        )  # fmt: skip
+        return
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
     group = num_heads // kv_heads

@@ -12,6 +12,7 @@ import pytest
 from triton.backends.nvidia import driver
 
 from sidestep.executor.gpu.cuda_driver import has_driver
+from sidestep.kernels.cuda.compiler import compiles
 from tests.e2e.models import write_model
 from tests.e2e.pooling_models import write_classifier
 from tests.processes import PYTHON_PATH, ROOT
@@ -136,6 +137,9 @@ def test_products_of_all_sizes_need_no_other_kernels(tmp_path: Path) -> None:
     ahead, beside = json.loads(run(tmp_path / "cache", "compile_ahead", str(model), "sizes"))
     assert {"_wide_codes", "_streamed_codes"} <= {key.split()[0] for key in ahead}
     assert beside == []
+    if compiles():
+        in_cuda = {file.name.split("-")[0] for file in (tmp_path / "cache/cuda").iterdir()}
+        assert in_cuda == {"coded_product", "prefill_attention"}
 
 
 def test_coded_matrices_without_memory_need_the_same_kernels(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton import knobs
 
+from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
@@ -65,6 +66,28 @@ def test_codes_have_enough_registers(
     clustered_codes.compiled(clustered_codes.Form(dtype, tokens, group, True, gated, True))
     (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
     assert int(stack) <= 16
+    assert "serialized" not in caplog.text, "products would wait for one another"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("box", "window", "sinks"), [(64, 0, False), (16, 4096, False), (32, 128, True)]
+)
+@pytest.mark.parametrize(("dim", "group"), [(128, 1), (128, 4), (128, 7), (64, 8), (64, 1)])
+def test_attention_of_prompts_has_enough_registers(
+    dim: int,
+    group: int,
+    box: int,
+    window: int,
+    sinks: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
+    caplog.set_level(logging.DEBUG, compiler.__name__)
+    prefill_hopper.compiled(prefill_hopper.Form(dtype, dim, group, box, window, sinks))
+    assert re.findall(r"(\d+) bytes stack frame", caplog.text) == ["0"]
     assert "serialized" not in caplog.text, "products would wait for one another"
 
 
