@@ -25,10 +25,23 @@ _WORD = tl.constexpr(
     " cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; mov.b32 $0, {a, b}; }"
 )
 """Make a word of four numbers."""
+_GATED = tl.constexpr(
+    "{ .reg .b32 g, u, a, b, c, d; cvt.rn.bf16x2.f32 g, $2, $1; cvt.rn.bf16x2.f32 u, $4, $3;"
+    " shl.b32 a, g, 16; and.b32 b, g, 0xFFFF0000;"
+    " mul.f32 c, a, 0fBFB8AA3B; mul.f32 d, b, 0fBFB8AA3B;"
+    " ex2.approx.ftz.f32 c, c; ex2.approx.ftz.f32 d, d;"
+    " add.f32 c, c, 0f3F800000; add.f32 d, d, 0f3F800000;"
+    " rcp.approx.ftz.f32 c, c; rcp.approx.ftz.f32 d, d; mul.f32 a, a, c; mul.f32 b, b, d;"
+    " cvt.rn.bf16x2.f32 g, b, a; mul.rn.bf16x2 $0, g, u; }"
+)
+"""Make silu(gate) * up of two gates and ups in float32, with gated_silu's roundings to bfloat16.
+
+Instructions bound the kernel, and these are fewer: numbers are converted two at a time, and those
+below float32's normal ones count as 0."""
 
 
 @triton.jit
-def _given(source, factor, columns, width, inside, HALVES: tl.constexpr):
+def _given(source, factor, columns, width, inside, HALVES: tl.constexpr, NATIVE: tl.constexpr):
     """Return numbers of a row, or of the activation, in x's type.
 
     factor, columns: the scales of a row and of the columns before the activation, or None.
@@ -41,7 +54,17 @@ def _given(source, factor, columns, width, inside, HALVES: tl.constexpr):
             value = value.to(tl.float32) * (tl.load(columns, mask=inside, other=0.0) * factor)
             more = tl.load(columns + width, mask=inside, other=0.0) * factor
             up = up.to(tl.float32) * more
-        value = gated_silu(value, up, dtype).to(dtype)
+        if NATIVE and dtype == tl.bfloat16:
+            value = tl.inline_asm_elementwise(
+                _GATED,
+                "=r,r,r,r,r",
+                [value.to(tl.float32), up.to(tl.float32)],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            value = gated_silu(value, up, dtype).to(dtype)
     return value
 
 
@@ -165,8 +188,8 @@ def _quantize_rows(
         factor, low, high = 1.0, x_columns, x_columns
         if x_columns is not None:
             factor, low, high = tl.load(x_rows + row), low + columns, high + columns + 8
-        first = _given(source + columns, factor, low, K, inside, HALVES)
-        second = _given(source + columns + 8, factor, high, K, inside_second, HALVES)
+        first = _given(source + columns, factor, low, K, inside, HALVES, NATIVE)
+        second = _given(source + columns + 8, factor, high, K, inside_second, HALVES, NATIVE)
     if norm is not None:
         low, high = first.to(tl.float32), second.to(tl.float32)
         factor = tl.rsqrt(tl.sum(low * low + high * high) / K + eps)
@@ -244,12 +267,15 @@ def quantize_rows(
         halves,
         1 if added is None else added.numel() // x.numel(),
         has_pdl(x.device),
-        num_warps=_warps(block),
+        num_warps=_warps(block, 32 if halves and x_columns is None and not grouped else 16),
         **pdl(x),
     )
     return QuantizedRows(codes, scales)
 
 
-def _warps(block: int) -> int:
-    """Return the warps of a program."""
-    return max(1, min(16, block // 512))
+def _warps(block: int, most: int) -> int:
+    """Return the warps of a program.
+
+    A wide activation without scales leaves them registers enough to be 32.
+    """
+    return max(1, min(most, block // 512))

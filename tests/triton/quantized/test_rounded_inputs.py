@@ -188,6 +188,23 @@ def test_the_activation_is_done_on_the_way(columns: int) -> None:
     torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=1e-2)
 
 
+def test_gates_of_any_size() -> None:
+    gates = torch.tensor([-1e4, -100, -88, -20, -1, -1e-30, 0, 1e-30, 20, 88, 1e4])
+    both = guarded(torch.cat([gates, gates.abs() / 8 + 1]).to(DEVICE, DTYPE)[None])
+    found = numbers_of(quantize_rows(GateAndUp(both), "fp8", grouped=False), len(gates))
+    alone = numbers_of(quantize_rows(silu_mul(both), "fp8", grouped=False), len(gates))
+    torch.testing.assert_close(found, alone, rtol=2.0**-3, atol=1e-2)
+    # What overflows is not lost, nor what is not a number.
+    for gate, up in ((float("inf"), 1.0), (1.0, float("inf")), (float("nan"), 1.0)):
+        odd = torch.full((1, 22), 1.0, dtype=DTYPE, device=DEVICE)
+        odd[0, 0], odd[0, 11] = gate, up
+        scale = quantize_rows(GateAndUp(guarded(odd)), "fp8", grouped=False).scales
+        assert not scale.isfinite().item()
+    # This gate gives 0, though its power is infinite.
+    low = torch.tensor([[-1e5] + 21 * [1.0]], dtype=DTYPE, device=DEVICE)
+    assert quantize_rows(GateAndUp(guarded(low)), "fp8", grouped=False).scales.isfinite().item()
+
+
 def test_scales_are_applied_before_the_activation() -> None:
     values = Values(1)
     both = guarded(values.normal(3, 2 * 200, dtype=DTYPE))
