@@ -11,7 +11,7 @@ from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import HOPPER
 from tests.triton.attention.test_prefill_attention import check, chunks, launch
 from tests.triton.batches import Shape, with_scores, without_padding
-from tests.triton.support import DEVICE, needs_gpu, same
+from tests.triton.support import DEVICE, needs_gpu, poisoned, same
 
 HALVES = [torch.bfloat16, torch.float16]
 pytestmark = [
@@ -96,4 +96,13 @@ def test_many_tiles_of_one_launch_and_many_launches() -> None:
     first = launch(batch, HOPPER, 0)
     for _ in range(20):
         assert same(launch(batch, HOPPER, 0), first)
+    check(batch, HOPPER)
+
+
+def test_a_cache_of_more_elements_than_31_bits_count() -> None:
+    batch = chunks(Shape(16, 8, 128, 64), [(65, 30), (200, 129)])
+    small, far = batch.cache, 17_000
+    batch.cache = poisoned(far + len(small), *small.shape[1:], dtype=torch.bfloat16)
+    batch.cache[far:] = small
+    batch.block_tables += far
     check(batch, HOPPER)

@@ -194,7 +194,7 @@ def test_gates_of_any_size() -> None:
     found = numbers_of(quantize_rows(GateAndUp(both), "fp8", grouped=False), len(gates))
     alone = numbers_of(quantize_rows(silu_mul(both), "fp8", grouped=False), len(gates))
     torch.testing.assert_close(found, alone, rtol=2.0**-3, atol=1e-2)
-    # What overflows is not lost, nor what is not a number.
+    # Infinities are not lost, nor is NaN.
     for gate, up in ((float("inf"), 1.0), (1.0, float("inf")), (float("nan"), 1.0)):
         odd = torch.full((1, 22), 1.0, dtype=DTYPE, device=DEVICE)
         odd[0, 0], odd[0, 11] = gate, up
