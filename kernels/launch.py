@@ -16,7 +16,8 @@ kernel here, in Triton or in CUDA C++, keeps these rules, so that PDL changes no
 
 Kernels name the tables of the last rule with the decorators of kernels/launch_order.py. It follows
 launches while a step is compiled or warmed up, and raises where the rule is broken. Kernels in CUDA
-C++ are not counted, which makes the check stricter.
+C++ are not counted, which makes the check stricter. They name what they read early
+(`check_early_reads`).
 """
 
 from __future__ import annotations

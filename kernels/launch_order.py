@@ -8,7 +8,7 @@ nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,6 +111,11 @@ class LaunchOrder(TorchFunctionMode):
             self._completed[_storage(tensor)] = _Completed(self.num_launches, name, tensor)
         self._count(opens_early=getattr(kernel, "opens_early", False))
 
+    def check(self, kernel: str, tables: Mapping[str, Tensor]) -> None:
+        """Check tables that a kernel reads early. Raises LaunchOrderError."""
+        for name, table in tables.items():
+            self._check(kernel, name, self._completed.get(_storage(table)))
+
     def _count(self, *, opens_early: bool) -> None:
         if not opens_early:
             self.last_waiting = self.num_launches
@@ -134,6 +139,19 @@ class LaunchOrder(TorchFunctionMode):
 def _storage(tensor: Tensor) -> int:
     """Return what tells the memory of a tensor from that of others, on torch's meta device too."""
     return int(tensor.untyped_storage()._cdata)
+
+
+_orders: list[LaunchOrder] = []
+"""The ones that `checked_order` has begun."""
+
+
+def check_early_reads(kernel: str, **tables: Tensor) -> None:
+    """Check the tables that a kernel in CUDA C++ reads before its wait, within `checked_order`.
+
+    Raises LaunchOrderError if one may not be complete.
+    """
+    for order in _orders:
+        order.check(kernel, tables)
 
 
 @contextmanager
@@ -160,9 +178,11 @@ def checked_order() -> Iterator[LaunchOrder]:
 
     for kind, run in zip(kinds, before, strict=True):
         kind.run = counted(run)
+    _orders.append(order)
     try:
         with order:
             yield order
     finally:
+        _orders.remove(order)
         for kind, run in zip(kinds, before, strict=True):
             kind.run = run

@@ -21,6 +21,7 @@ from sidestep.kernels.cuda.tile_maps import box_map, tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import cdiv, num_processors
+from sidestep.kernels.launch_order import check_early_reads
 
 ROWS, KEYS = 128, 64
 """Rows of queries of a tile, and keys of a step."""
@@ -154,6 +155,14 @@ def prefill_hopper(
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
     group = num_heads // kv_heads
+    check_early_reads(
+        "prefill_attention",
+        block_tables=block_tables,
+        slots=slots,
+        seq_lens=seq_lens,
+        query_starts=query_starts,
+        tile_ends=tile_ends,
+    )
     form = Form(q.dtype, dim, group, math.gcd(page, KEYS), window, sinks is not None)
     kernel = _KERNELS.to_launch(form, q)
     if kernel is None:

@@ -21,7 +21,12 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.kernels import launch_order
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope as rope
-from sidestep.kernels.launch_order import LaunchOrder, LaunchOrderError, checked_order
+from sidestep.kernels.launch_order import (
+    LaunchOrder,
+    LaunchOrderError,
+    check_early_reads,
+    checked_order,
+)
 from sidestep.kernels.triton.prepare_step_triton import prepare_step as prepare
 from tests.e2e.models import write_model
 from tests.triton.gpu_stand_in import standing_in, worker_args
@@ -195,3 +200,14 @@ def test_another_launch_must_lie_between_the_writer_and_an_early_reader(device: 
 def test_a_mark_must_name_parameters() -> None:
     with pytest.raises(AssertionError, match="no parameter slots"):
         Kernel("read", reads_early=("slots",))
+
+
+def test_early_reads_of_a_kernel_in_cuda_are_checked() -> None:
+    table = torch.zeros(4)
+    check_early_reads("own", table=table)  # nothing is checked outside
+    with (
+        checked_order(),
+        pytest.raises(LaunchOrderError, match="own reads table before its gdc_wait"),
+    ):
+        check_early_reads("own", table=table)
+    check_early_reads("own", table=table)
