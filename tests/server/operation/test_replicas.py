@@ -124,4 +124,6 @@ def test_a_deadline_and_the_metrics_outlive_an_engine_that_hangs(make_server: Ma
         assert server.http.get("/ready").status_code == 503
     finally:
         stuck.resume()
+    # Until the engine has answered, its load is 503 too.
+    until(lambda: server.http.get("/ready").status_code == 200)
     server.until_idle()
