@@ -50,6 +50,15 @@ def gpu_of(on: device) -> Gpu | None:
     )
 
 
+def is_hopper(on: device) -> bool:
+    """Return whether a device is, or stands for, a Hopper GPU.
+
+    Some kernels are written for its tensor cores and copy engine alone.
+    """
+    gpu = gpu_of(on)
+    return gpu is not None and gpu.capability // 10 == 9
+
+
 def stand_for(gpu: Gpu, device_type: str = "meta") -> None:
     """Let tensors on devices of this type stand for tensors on this GPU from now on.
 

@@ -19,7 +19,7 @@ from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import box_map, tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
-from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.launch_order import check_early_reads
 
@@ -114,8 +114,7 @@ _KERNELS = Kernels(compiled, _kernel)
 
 def takes(cache: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
     """Return whether the kernel takes queries of a type and number of heads, and such a cache."""
-    gpu = gpu_of(cache.device)
-    if gpu is None or gpu.capability // 10 != 9 or not (runs_or_compiles(cache) and compiles()):
+    if not (is_hopper(cache.device) and runs_or_compiles(cache) and compiles()):
         return False
     _, twice_kv_heads, page, dim = cache.shape
     plain = cache.dtype == dtype and dtype in (torch.bfloat16, torch.float16)

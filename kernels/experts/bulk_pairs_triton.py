@@ -18,7 +18,7 @@ from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
-from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, num_processors, pdl
 
 _ALIGNED = 16
@@ -163,15 +163,10 @@ def _bulk_down(
 
 def can_be_bulk(x: Tensor, *matrices: Tensor) -> bool:
     """Return whether a Hopper GPU's copy engine can read these: rows and addresses are aligned."""
-    gpu, parts = gpu_of(x.device), (x, *matrices)
-    return (
-        gpu is not None
-        and gpu.capability // 10 == 9
-        and all(
-            part.shape[-1] * part.element_size() % _ALIGNED == 0
-            and (part.device.type == "meta" or part.data_ptr() % _ALIGNED == 0)
-            for part in parts
-        )
+    return is_hopper(x.device) and all(
+        part.shape[-1] * part.element_size() % _ALIGNED == 0
+        and (part.device.type == "meta" or part.data_ptr() % _ALIGNED == 0)
+        for part in (x, *matrices)
     )
 
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.gpu import gpu_of, is_hopper
 from sidestep.kernels.launch import num_processors
 from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
-from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
+from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
 from sidestep.kernels.products.streamed_config import (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sidestep.kernels.gpu import on_gpu
+from sidestep.kernels.gpu import is_hopper, on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
 
@@ -39,7 +39,7 @@ def _own(x: Tensor, weight: Tensor, gated: bool = False) -> Config | None:
     """Return the configuration of our own kernel, or None if the library's is faster."""
     if not on_gpu(x) or x.dtype not in _HALF:
         return None
-    from sidestep.kernels.products.own_linear import choose, is_hopper
+    from sidestep.kernels.products.own_linear import choose
 
     return choose(
         x.shape[0],

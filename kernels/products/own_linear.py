@@ -14,12 +14,9 @@ is added atomically: the sums, and with them the results, are the same in every 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import cdiv
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.products import coded_linear_triton as coded
@@ -37,16 +34,6 @@ from sidestep.kernels.wide_reads import wide_reads
 Config = SkinnyConfig | StreamedConfig | CodedConfig | OneRowConfig
 """Configuration of a kernel. CodedConfig and OneRowConfig are for a DeviceMatrix, SkinnyConfig is
 for tensors, and StreamedConfig for either."""
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Return whether the device is a Hopper GPU.
-
-    The streamed product is written for its tensor cores and copy engine.
-    """
-    gpu = gpu_of(device)
-    return gpu is not None and gpu.capability // 10 == 9
 
 
 def choose(

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.products import streamed_config
-from sidestep.kernels.products.own_linear import add_own_linear, is_hopper, own_linear
+from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.streamed_config import MAX_ROWS, StreamedConfig
 from tests.triton.products.test_skinny_linear import check_begun, exact
 from tests.triton.support import (

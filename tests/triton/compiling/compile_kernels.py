@@ -36,7 +36,7 @@ from sidestep.kernels.attention import (
     qkv_rope_triton,
 )
 from sidestep.kernels.compiling import compile_for, compiling_only
-from sidestep.kernels.gpu import Gpu
+from sidestep.kernels.gpu import Gpu, is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
 from sidestep.kernels.products import (
@@ -396,7 +396,7 @@ def launch_products(model: Model, page: int, window: int) -> None:
             skinny_linear_triton.gemv_config if rows == 1 else skinny_linear_triton.skinny_config,
         )
     device = torch.device("meta")
-    for rows in STREAMED_ROWS if own_linear.is_hopper(device) else ():
+    for rows in STREAMED_ROWS if is_hopper(device) else ():
         launch_own_products(model, rows, functools.partial(streamed_config.config, rows))
     for rows in GATED_ROWS if launch.has_pdl(device) else ():  # as the model chooses it
         gated_gemm_triton.gated_gemm(bf16(rows, model.hidden), bf16(2 * model.inner, model.hidden))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,18 +36,31 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
 
 
-@pytest.mark.parametrize("form", sorted(set(FORMS), key=str), ids=str)
-def test_threads_have_enough_registers(
-    form: Form, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Registers that do not suffice make a loop slower, and the compiler only says so."""
+@pytest.fixture
+def stack_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[Path], int]:
+    """Return a function from a test's one kernel to the bytes of its threads' stack.
+
+    Registers that do not suffice make a loop slower, and the compiler only says so.
+    """
     monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
     caplog.set_level(logging.DEBUG, compiler.__name__)
-    assert clustered_pairs.compiled(form).read_bytes()[:4] == b"\x7fELF"
-    (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
+
+    def stack_of(file: Path) -> int:
+        assert file.read_bytes()[:4] == b"\x7fELF"
+        assert "serialized" not in caplog.text, "products would wait for one another"
+        (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
+        return int(stack)
+
+    return stack_of
+
+
+@pytest.mark.parametrize("form", sorted(set(FORMS), key=str), ids=str)
+def test_threads_have_enough_registers(form: Form, stack_of: Callable[[Path], int]) -> None:
     # Biases beside scales of rows are rare in files.
-    assert int(stack) <= (192 if form.row_scales and form.bias else 64)
-    assert "serialized" not in caplog.text, "products would wait for one another"
+    most = 192 if form.row_scales and form.bias else 64
+    assert stack_of(clustered_pairs.compiled(form)) <= most
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -54,19 +68,10 @@ def test_threads_have_enough_registers(
 @pytest.mark.parametrize("group", [0, 128])
 @pytest.mark.parametrize("tokens", clustered_codes._TOKENS)
 def test_codes_have_enough_registers(
-    tokens: int,
-    group: int,
-    dtype: torch.dtype,
-    gated: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tokens: int, group: int, dtype: torch.dtype, gated: bool, stack_of: Callable[[Path], int]
 ) -> None:
-    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
-    caplog.set_level(logging.DEBUG, compiler.__name__)
-    clustered_codes.compiled(clustered_codes.Form(dtype, tokens, group, True, gated, True))
-    (stack,) = re.findall(r"(\d+) bytes stack frame", caplog.text)
-    assert int(stack) <= 16
-    assert "serialized" not in caplog.text, "products would wait for one another"
+    form = clustered_codes.Form(dtype, tokens, group, True, gated, True)
+    assert stack_of(clustered_codes.compiled(form)) <= 16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -81,14 +86,10 @@ def test_attention_of_prompts_has_enough_registers(
     window: int,
     sinks: bool,
     dtype: torch.dtype,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    stack_of: Callable[[Path], int],
 ) -> None:
-    monkeypatch.setattr(compiler, "_OPTIONS", (*compiler._OPTIONS, "--ptxas-options=-v"))
-    caplog.set_level(logging.DEBUG, compiler.__name__)
-    prefill_hopper.compiled(prefill_hopper.Form(dtype, dim, group, box, window, sinks))
-    assert re.findall(r"(\d+) bytes stack frame", caplog.text) == ["0"]
-    assert "serialized" not in caplog.text, "products would wait for one another"
+    form = prefill_hopper.Form(dtype, dim, group, box, window, sinks)
+    assert stack_of(prefill_hopper.compiled(form)) == 0
 
 
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

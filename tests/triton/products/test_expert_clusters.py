@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sidestep.kernels import gpu
 from sidestep.kernels.cuda.compiler import compiles
-from sidestep.kernels.experts import bulk_pairs_triton, experts_triton
+from sidestep.kernels.experts import experts_triton
 from sidestep.kernels.experts.clustered_pairs import PAIRS, multiply_many, takes
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
@@ -265,7 +265,7 @@ def _one(matrix: CodedMatrix) -> ExpertCodes:
 def test_many_pairs_on_hopper(
     capability: int, rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_pairs_triton, "gpu_of", lambda _: gpu.Gpu(capability, 132))
+    monkeypatch.setattr(gpu, "gpu_of", lambda _: gpu.Gpu(capability, 132))
     x = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
     gate_up, down = (ExpertMatrix(x.new_empty(16, *shape)) for shape in ((128, 64), (64, 64)))
     assert experts_triton._suits_clusters(x, 2 * rows, gate_up, down) == expected

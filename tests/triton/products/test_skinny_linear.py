@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.products.own_linear import (
     Config,
     add_own_linear,
     choose,
-    is_hopper,
     own_linear,
 )
 from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfig, skinny_config
