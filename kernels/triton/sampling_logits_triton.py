@@ -48,12 +48,12 @@ def from_key(key, LOW_BITS: tl.constexpr):
 
 
 @triton.jit
-def parameters_of(row, slots, parameters, WORDS: tl.constexpr, PLACES: tl.constexpr):
-    """Return the temperature of a row's draw and of its filters, top_k, top_p, min_p and the seed.
+def parameters_of(slot, parameters, WORDS: tl.constexpr, PLACES: tl.constexpr):
+    """Return the temperature of a slot's draw and of its filters, top_k, top_p, min_p and the seed.
 
     PLACES: the indices of SamplingWords, in its order.
     """
-    own = parameters + tl.load(slots + row).to(tl.int64) * WORDS
+    own = parameters + slot.to(tl.int64) * WORDS
     t = tl.load(own + PLACES[0]).to(tl.float32, bitcast=True)
     low = tl.load(own + PLACES[5]).to(tl.int64) & 0xFFFFFFFF
     return (

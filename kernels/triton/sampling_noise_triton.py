@@ -37,8 +37,15 @@ def noise_bits(first_key, second_key, ids):
 
 
 @triton.jit
-def exponential(first_key, second_key, ids):
-    """Return -log(1 - u), a standard exponential variate for each token.
+def uniform(first_key, second_key, ids):
+    """Return a variate between 0 and 1 for each token."""
+    bits = noise_bits(first_key, second_key, ids)
+    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def exponential_of(u):
+    """Return -log(1 - u), a standard exponential variate, of a uniform one.
 
     Its relative error is 2e-7. The library's logarithm of 1 + x has no form in Triton, and the
     noise that wins comes from small u, where 1 - u has no precision left. So 1 - u is written as
@@ -46,7 +53,6 @@ def exponential(first_key, second_key, ids):
     m) = m + m^2 q(m) with the minimax polynomial q. If u rounds to 1 the result is 88, not
     infinity.
     """
-    u = (noise_bits(first_key, second_key, ids).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     rest = 1.0 - u
     exponent = (rest.to(tl.int32, bitcast=True) - 0x3F400000) & -0x800000
     scale = (0x3F800000 - exponent).to(tl.float32, bitcast=True)
@@ -59,3 +65,9 @@ def exponential(first_key, second_key, ids):
     q = tl.fma(q, m, 0.3333354890346527)
     q = tl.fma(q, m, -0.5000005960464478)
     return -tl.fma((exponent >> 23).to(tl.float32), 0.6931471805599453, tl.fma(q, m * m, m))
+
+
+@triton.jit
+def exponential(first_key, second_key, ids):
+    """Return a standard exponential variate for each token."""
+    return exponential_of(uniform(first_key, second_key, ids))

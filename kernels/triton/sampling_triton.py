@@ -62,7 +62,12 @@ from sidestep.kernels.triton.sampling_logits_triton import (
     to_key,
     weight_of,
 )
-from sidestep.kernels.triton.sampling_noise_triton import exponential, noise_keys
+from sidestep.kernels.triton.sampling_noise_triton import (
+    exponential,
+    exponential_of,
+    noise_keys,
+    uniform,
+)
 
 _TILE = 1024
 """Number of tokens that a program of the first kernel scores."""
@@ -193,16 +198,17 @@ def _score_tiles(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    if row >= tl.load(header):
-        return
-    if tl.load(samples + row) == 0:
-        return
-    t, filter_t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
-    tile = tl.program_id(1)
+    row, tile = tl.program_id(0), tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < vocab
-    x = load_logits(logits + row.to(tl.int64) * row_stride, ids, inside)
+    logits += row.to(tl.int64) * row_stride
+    # All that waits for no other number is loaded at once: a program is short beside a load.
+    x = load_logits(logits, ids, inside)
+    wanted, slot = tl.load(samples + row), tl.load(slots + row)
+    position = tl.load(seq_lens + row)
+    if (row >= tl.load(header)) | (wanted == 0):
+        return
+    t, filter_t, k, p, m, seed = parameters_of(slot, parameters, WORDS, PLACES)
     score = tl.max(x, 0)
     if t > 0:
         best = finite(score)
@@ -210,18 +216,38 @@ def _score_tiles(
             weights = weight_of(x, best, LOG2_E / filter_t)
             second = tl.sum(weights, 0).to(tl.int32, bitcast=True)
         else:
-            scale = LOG2_E / t
-            first_key, second_key = noise_keys(seed, tl.load(seq_lens + row))
-            time = exponential(first_key, second_key, ids) * tl.exp2((best - x) * scale)
-            time = tl.where(inside, time, INFINITY)
-            shortest = tl.min(time, 0)
-            second = tl.min(tl.where(inside & (time == shortest), ids, NONE), 0)
+            keys = noise_keys(seed, position)
+            shortest, second = _first_of_race(logits, ids, inside, x, best, LOG2_E / t, keys)
             score = best / t - tl.log(shortest)
     else:
         second = tl.min(tl.where(inside & (x == score), ids, NONE), 0)
     target = scratch + row * 3 * TILES + tile
     tl.store(target, score.to(tl.int32, bitcast=True))
     tl.store(target + TILES, second)
+
+
+@triton.jit
+def _first_of_race(logits, ids, inside, x, best, scale, keys):
+    """Return the least time of a tile's tokens, and that token. x: their logits.
+
+    An exponential variate takes more instructions than all else, and it is larger than the uniform
+    one that it is made of. So times with the uniform ones are shorter, and nearly always all but
+    one of these are longer than the time of the first.
+    """
+    u = uniform(keys[0], keys[1], ids)
+    weights = tl.exp2((best - x) * scale)
+    bounds = tl.where(inside, u * weights, INFINITY)
+    least = tl.min(bounds, 0)
+    first = tl.min(tl.where(inside & (bounds == least), ids, NONE), 0)
+    logit = load_logits(logits, first, first != NONE)
+    shortest = exponential(keys[0], keys[1], first) * tl.exp2((best - logit) * scale)
+    # The margin is above the rounding of variates and products.
+    others = (bounds <= shortest * 1.000002) & (ids != first)
+    if tl.max(others.to(tl.int32), 0) > 0:
+        times = tl.where(inside, exponential_of(u) * weights, INFINITY)
+        shortest = tl.min(times, 0)
+        first = tl.min(tl.where(inside & (times == shortest), ids, NONE), 0)
+    return shortest, first
 
 
 # --- The second kernel
@@ -263,7 +289,8 @@ def _choose_tokens(
     if tl.load(samples + row) == 0:
         return
     # 1. Load the row's parameters and the first kernel's results.
-    t, filter_t, k, p, m, seed = parameters_of(row, slots, parameters, WORDS, PLACES)
+    slot = tl.load(slots + row)
+    t, filter_t, k, p, m, seed = parameters_of(slot, parameters, WORDS, PLACES)
     tiles = tl.cdiv(vocab, TILE)
     tile = tl.arange(0, TILES)
     present = tile < tiles
@@ -380,9 +407,9 @@ def _choose_tokens(
     token = tl.minimum(token, vocab - 1)
     if TAKES:
         # It is what accept_triton does where there are no drafts.
-        slot = tl.load(slots + row).to(tl.int64) * slot_stride
-        tl.store(last_sampled + slot, token)
-        tl.store(num_computed + slot, tl.load(seq_lens + row))
+        place = slot.to(tl.int64) * slot_stride
+        tl.store(last_sampled + place, token)
+        tl.store(num_computed + place, tl.load(seq_lens + row))
         tl.store(out_ids + tl.load(header + 1) * out_stride + row, token)
     else:
         tl.store(out_ids + row, token)
