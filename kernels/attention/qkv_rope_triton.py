@@ -249,7 +249,7 @@ def qkv_rope(
         qkv, row_scales, column_scales = qkv
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
     half = next_power_of_2(dim // 2)
-    per_program = min(next_power_of_2(heads), max(1, 512 // half))
+    per_program = _heads_of_program(heads, half)
     q_weight, k_weight = norms if norms is not None else (cos, cos)
     memory, numbers, numbers_stride, code_format = parts_of(cache)
     _qkv_rope[(tokens, cdiv(heads, per_program))](
@@ -280,3 +280,12 @@ def qkv_rope(
         num_warps=4,
         **pdl(qkv),
     )
+
+
+def _heads_of_program(heads: int, half: int) -> int:
+    """Return the heads of a program, of `half` pairs of numbers each.
+
+    A thread reads 16 bytes at once where that leaves no program with few heads.
+    """
+    most = min(next_power_of_2(heads), max(1, 1024 // half))
+    return most if heads % most == 0 else max(1, most // 2)
