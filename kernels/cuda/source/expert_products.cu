@@ -18,22 +18,18 @@
 // ROW_SCALES (1 if a row of an e4m3 matrix has one scale, 0 if 128 x 128 numbers have one), W_STAGES,
 // X_STAGES, HALF (0: bfloat16, 1: float16), GELU, CLAMPED with ALPHA and LIMIT, WITH_BIAS, CHOSEN
 // (experts of a token).
-#include "hopper.cuh"
 #include "expert_results.cuh"
-#include "wgmma.cuh"
+#include "tile_rings.cuh"
 
-constexpr int PAIRS = 128, COLUMNS = 256;
+constexpr int PAIRS = ROWS;
 constexpr int OUTPUTS = GATED ? COLUMNS / 2 : COLUMNS;
 // Rows and columns of a matrix that share a scale, and inner values that do.
 [[maybe_unused]] constexpr int BLOCK = 128;
-constexpr int ROW_BYTES = 128, STEP = EIGHT ? 128 : 64;
-constexpr int X_BYTES = PAIRS * ROW_BYTES, W_BYTES = COLUMNS * ROW_BYTES;
-// Sums of a thread, and of the tensor cores' product at once.
-constexpr int SUMS = COLUMNS / 2, AT_ONCE = EIGHT ? SUMS / 2 : SUMS;
 // Registers of a thread that loads, and of one that multiplies.
 constexpr int LOADING = EIGHT ? 40 : 88, MULTIPLYING = EIGHT ? 232 : 208;
 // Threads that copy rows of x. Eight copy 128 bytes of a row, and each has some of the rows.
 constexpr int COPYING = 64, BESIDE = COPYING / 8, EACH = PAIRS / BESIDE;
+using Block = Rings<GATED ? COPYING : 1>;
 
 struct Sizes {
     // Pairs, bytes of a row of inputs, outputs of a product, and the tiles of its outputs.
@@ -44,47 +40,6 @@ struct Sizes {
 struct Scales {
     const float *x, *w;
     float* inner;
-};
-
-// The rings of a block, their barriers, and where a thread stands in them.
-struct Rings {
-    u32 w, x, w_full, w_empty, x_full, x_empty;
-    Place<W_STAGES> w_at;
-    Place<X_STAGES> x_at;
-
-    __device__ __forceinline__ Rings(char* memory, u64* barriers) {
-        w = shared_address(memory), x = w + W_STAGES * W_BYTES;
-        w_full = shared_address(barriers), w_empty = w_full + 8 * W_STAGES;
-        x_full = w_empty + 8 * W_STAGES, x_empty = x_full + 8 * X_STAGES;
-    }
-
-    __device__ __forceinline__ void init() {
-        for (int slot = 0; slot < W_STAGES; slot++) {
-            barrier_init(w_full + 8 * slot, 1);
-            // All warps that multiply, of both blocks.
-            barrier_init(w_empty + 8 * slot, 16);
-        }
-        for (int slot = 0; slot < X_STAGES; slot++) {
-            barrier_init(x_full + 8 * slot, GATED ? COPYING : 1);
-            barrier_init(x_empty + 8 * slot, 8);
-        }
-        barrier_init_done();
-    }
-
-    // Waits for a step, for those who multiply.
-    __device__ __forceinline__ void wait() const {
-        barrier_wait(w_full + 8 * w_at.slot, w_at.phase);
-        barrier_wait(x_full + 8 * x_at.slot, x_at.phase);
-    }
-
-    // Tells those who load that this warp is done with a step: in both blocks for the matrix.
-    __device__ __forceinline__ void release(int w_slot, int x_slot) const {
-        const int lane = threadIdx.x % 32;
-        if (lane < 2) barrier_arrive(w_empty + 8 * w_slot, lane);
-        if (lane == 2) barrier_arrive_here(x_empty + 8 * x_slot);
-    }
-
-    __device__ __forceinline__ void next() { w_at.next(), x_at.next(); }
 };
 
 // What a block of a cluster of two works on: two tiles of pairs, one each, and the same columns.
@@ -121,24 +76,11 @@ __device__ __forceinline__ void copy_rows(
             target + i * BESIDE * ROW_BYTES, source + begins[i], at < row_bytes ? 16 : 0);
 }
 
-// Begins the product of a step with rows of the matrix from `first` on.
-__device__ __forceinline__ void begin(
-    float (&product)[AT_ONCE], const Rings& rings, int own, int first, bool more) {
-    const u64 x = rows_of_128(rings.x + rings.x_at.slot * X_BYTES + own * ROW_BYTES);
-    const u64 w = rows_of_128(rings.w + rings.w_at.slot * W_BYTES + first * ROW_BYTES);
-    hold(product);
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < 4; k++) multiply(product, x + 2 * k, w + 2 * k, more || k > 0);
-    wgmma_commit();
-    hold(product);
-}
-
 #if EIGHT
 // Returns the sums of a tile. x: where the scales of the inputs' two rows begin. w: the matrix's
 // scales of the first step, of its two halves; there are `across` in a step.
 __device__ __forceinline__ void multiply_tile(
-    float (&sum)[SUMS], Rings& rings, int own, int steps, const Scales& scales, u32 (&x)[2],
+    float (&sum)[SUMS], Block& rings, int own, int steps, const Scales& scales, u32 (&x)[2],
     u32 (&w)[2], int across) {
     float product[AT_ONCE];
 #pragma unroll
@@ -165,28 +107,6 @@ __device__ __forceinline__ void multiply_tile(
         rings.next();
     }
 }
-#else
-// Returns the sums of a tile.
-__device__ __forceinline__ void multiply_tile(
-    float (&sum)[SUMS], Rings& rings, int own, int steps) {
-    int w_before = 0, x_before = 0;
-    for (int step = 0; step < steps; step++) {
-        rings.wait();
-        // Threads copied x, and the tensor cores read it.
-        if (GATED) shared_memory_fence();
-        begin(sum, rings, own, 0, step > 0);
-        if (step > 0) {
-            // The tensor cores have this step, and are done with the one before.
-            wgmma_wait<1>();
-            rings.release(w_before, x_before);
-        }
-        w_before = rings.w_at.slot, x_before = rings.x_at.slot;
-        rings.next();
-    }
-    wgmma_wait<0>();
-    hold(sum);
-    rings.release(w_before, x_before);
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) expert_products(
@@ -198,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) e
     __shared__ __align__(8) u64 barriers[2 * (W_STAGES + X_STAGES)];
     // Where rows of x begin: of the tile that is loading, and of the next one.
     __shared__ __align__(16) u32 begins[2][BESIDE][EACH];
-    Rings rings(memory, barriers);
+    Block rings(memory, barriers);
     const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int rank = cluster_rank();
     if (threadIdx.x == 0) rings.init();
@@ -293,11 +213,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) e
             const bool busy = !item.missing && coming < sizes.pairs;
             read_coming(place + clusters);
             if (!busy) {
-                for (int step = 0; step < steps; step++) {
-                    rings.wait();
-                    rings.release(rings.w_at.slot, rings.x_at.slot);
-                    rings.next();
-                }
+                rings.skip(steps);
                 continue;
             }
             const int rows[2] = {item.tile * PAIRS + row, item.tile * PAIRS + row + 8};
