@@ -26,6 +26,7 @@ from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import RUNNERS
 from sidestep.ipc.model.quantization.online import HEAD_CHOICES, ONLINE
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
+from sidestep.ipc.step_limits import StepLimits, default_limits
 
 DEFAULT_MODEL = str(Path(__file__).parent.parent / "tiny-python")
 """Folder of the bundled model."""
@@ -218,65 +219,6 @@ class CacheConfig(Options):
         require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", "must be in (0, 1]")
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepLimits:
-    """The largest sizes of steps and tables, and the most steps at once."""
-
-    max_num_seqs: int
-    """Most rows of one step."""
-    max_num_batched_tokens: int
-    """Most tokens of one step."""
-    num_slots: int
-    """Rows of a worker's tables."""
-    target_itl_s: float
-    """Seconds that a step with decodes should last at most; 0 for any.
-
-    The bound holds as far as the prompts that wait permit. In a pipeline it is a stage's part.
-    """
-    num_stages: int
-    """Stages of the pipeline.
-
-    The first stage knows a token when this many further steps have begun.
-    """
-    max_steps_in_flight: int
-    """Most steps in flight: each stage has one; with overlap, one more is queued."""
-    num_drafts: int = 0
-    """Most drafts of a row in a step; 0 without speculation."""
-
-    @property
-    def num_masks(self) -> int:
-        """Grammar masks that a worker keeps: the masks of some grammars, and of any two steps."""
-        return max(1024, 2 * self.max_num_seqs * (1 + self.num_drafts))
-
-    @property
-    def most_states(self) -> int:
-        """Most states of recurrent layers that are of use.
-
-        There is one for each request that may run at once, as many checkpoints, and one more, since
-        a request may begin from a checkpoint.
-        """
-        return 2 * self.max_num_seqs + 1
-
-    @property
-    def state_width(self) -> int:
-        """Rows of memory of a state: one for each token that a step may accept."""
-        return 1 + self.num_drafts
-
-    @property
-    def max_tokens_ahead(self) -> int:
-        """Most tokens from the first that a request may still compute to the end of its next row.
-
-        Drafts of steps in flight may be rejected, and are then computed again.
-        """
-        return self.max_num_batched_tokens + self.max_steps_in_flight * (1 + self.num_drafts)
-
-
-_LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
-"""Default max_num_seqs and max_num_batched_tokens.
-
-On a GPU the tokens are 33 tiles of 256. The tiles of a large product are then most often a multiple
-of the 132 processors of an H100 or H200, and none of those waits in the last turn.
-"""
 _GPU_TARGET_ITL_MS = 27.0
 """Default target_itl_ms on a GPU, in milliseconds."""
 
@@ -343,9 +285,9 @@ class SchedulerConfig(Options):
         device: 'cuda', 'cpu' or 'fake'. A default is lowered or raised to fit a limit that was
         given: a decode step of all running requests fits in any case.
         """
-        default = _GPU_LIMITS if device == "cuda" else _LIMITS
-        seqs = self.max_num_seqs or min(default[0], self.max_num_batched_tokens or default[0])
-        tokens = self.max_num_batched_tokens or max(default[1], seqs)
+        most_seqs, most_tokens = default_limits(device)
+        seqs = self.max_num_seqs or min(most_seqs, self.max_num_batched_tokens or most_seqs)
+        tokens = self.max_num_batched_tokens or max(most_tokens, seqs)
         target = (
             self.target_itl_ms
             if self.target_itl_ms is not None

@@ -9,7 +9,7 @@ from sidestep.engine_core.kv_cache.kv_cache_manager import KVCacheManager
 from sidestep.engine_core.requests.life import RequestStatus
 from sidestep.engine_core.scheduling.roster import Roster
 from sidestep.engine_core.scheduling.step_plan import StepPlan
-from sidestep.ipc.config_sections import StepLimits
+from sidestep.ipc.step_limits import StepLimits
 
 
 def check_invariants(

@@ -49,7 +49,8 @@ from sidestep.engine_core.structured_outputs.grammars import Grammars
 from sidestep.engine_core.structured_outputs.mask_table import MaskTable
 from sidestep.executor.base import StepFailed
 from sidestep.ipc.common.registry import POLICIES, load
-from sidestep.ipc.config_sections import SchedulerConfig, StepLimits
+from sidestep.ipc.config_sections import SchedulerConfig
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.messages import AddRequest, Finished, FinishReason, Outputs
 from sidestep.ipc.transport.records import RequestRecord
 from sidestep.ipc.transport.step import Int32, StepInput, StepMasks, StepOutput

@@ -26,9 +26,9 @@ from sidestep.executor.runner.sleep import resident_bytes, return_freed_memory
 from sidestep.executor.runner.worker_calls import CallRefusedError
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.config import cache_folder_of_environment
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_BLOCK_SIZE
 from sidestep.ipc.model.layer_spec import recurrent_of
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.worker_calls import CallResult, MemoryUse
 from sidestep.kernels.native.library import keep_in
 from sidestep.kernels.ops.rms_norm import Stream

@@ -18,7 +18,7 @@ from sidestep.executor.sampling.prompt_logprobs import prompt_logprobs, with_pro
 from sidestep.executor.sampling.sampler import Sampler
 from sidestep.executor.sampling.special_rows import SpecialBatch, make_special_rows
 from sidestep.executor.sampling.token_logprobs import Logprobs, encode_logprobs
-from sidestep.ipc.config_sections import StepLimits
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.step import Int32, Int64, StepInput, StepOutput
 
 

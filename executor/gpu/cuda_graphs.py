@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.model_size import layers_size
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.speculative_config import tiers_of
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.kernels.launch_order import checked_order
 from sidestep.kernels.triton.prepare_step_triton import StepLayout
 

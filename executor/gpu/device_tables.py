@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
 from sidestep.executor.runner.transfer import to_device
-from sidestep.ipc.config_sections import StepLimits
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.slot_columns import DEVICE_WORDS, device_word
 from sidestep.ipc.transport.step import StepInput
 from sidestep.kernels.ops.speculation import DraftTables

@@ -18,8 +18,8 @@ from torch import Tensor
 from sidestep.executor.gpu.cuda_graphs import most_queries
 from sidestep.executor.gpu.device_tables import SAMPLING_WORDS, StepRows, draft_tables
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.speculative_config import SpeculativeConfig
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.step import Int32, StepOutput
 from sidestep.kernels.launch import has_pdl
 from sidestep.kernels.ops.speculation import AcceptedTokens

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sidestep.ipc.config_sections import StepLimits
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.kernels.recurrent.begin_states_triton import begin_states
 from sidestep.kernels.recurrent.state_rows import StateRows
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sidestep.executor.recurrent.state_columns import StateColumns
 from sidestep.executor.runner.input_batch import HostBatch
-from sidestep.ipc.config_sections import StepLimits
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.step import Int32
 from sidestep.kernels.recurrent.state_rows import FEW_TOKENS, StateRows
 

@@ -6,10 +6,10 @@ import os
 
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.model.cache_sizes import CPU_CACHE_BYTES
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_spec import recurrent_of
+from sidestep.ipc.step_limits import StepLimits
 
 _CPU_TOKENS = 128
 """Tokens of each request that may run at once, for which a CPU's cache is sized by default. Sized

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import Controls, encode_controls
 from sidestep.ipc.params.ranges import MAX_LOGPROBS
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
 

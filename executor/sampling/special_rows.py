@@ -42,8 +42,8 @@ from sidestep.executor.sampling.token_logprobs import Logprobs, logprobs_of, mak
 from sidestep.executor.sampling.token_masks import AllowedTokens, BadWords
 from sidestep.ipc.common import registry
 from sidestep.ipc.common.errors import EngineStartError
-from sidestep.ipc.config_sections import StepLimits
 from sidestep.ipc.params.logits_controls import decode_controls
+from sidestep.ipc.step_limits import StepLimits
 from sidestep.ipc.transport.step import Int32, Int64, StepInput
 
 MOST_ROWS = 64
