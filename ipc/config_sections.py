@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from sidestep.ipc.common.registry import ATTENTION_BACKENDS, POLICIES
 from sidestep.ipc.common.registry import QUANTIZATIONS as METHODS
 from sidestep.ipc.model.generation_config import GenerationConfig, read_generation_config
 from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES
+from sidestep.ipc.model.layer_spec import LayerSpec
 from sidestep.ipc.model.layer_split import Stage, split_layers, stage_of
 from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.model.pooling_spec import RUNNERS
@@ -233,7 +235,7 @@ class SchedulerConfig(Options):
     max_num_batched_tokens: int | None = option(
         None,
         "Token budget of one step; longer prompts are computed in chunks. Default: 8448 on a GPU, "
-        "else 2048.",
+        "16896 there for a model with experts, else 2048.",
     )
     scheduling_policy: str = option(
         "fcfs",
@@ -279,13 +281,15 @@ class SchedulerConfig(Options):
         """The proposer and the number of its drafts; None without speculation."""
         return SpeculativeConfig.of(self.speculative_config)
 
-    def limits(self, device: str, num_stages: int = 1) -> StepLimits:
-        """Return the given values, filled up with the defaults of a device.
+    def limits(
+        self, device: str, num_stages: int = 1, layers: Sequence[LayerSpec] = ()
+    ) -> StepLimits:
+        """Return the given values, filled up with the defaults of a device and of a model's layers.
 
         device: 'cuda', 'cpu' or 'fake'. A default is lowered or raised to fit a limit that was
         given: a decode step of all running requests fits in any case.
         """
-        most_seqs, most_tokens = default_limits(device)
+        most_seqs, most_tokens = default_limits(device, layers)
         seqs = self.max_num_seqs or min(most_seqs, self.max_num_batched_tokens or most_seqs)
         tokens = self.max_num_batched_tokens or max(most_tokens, seqs)
         target = (

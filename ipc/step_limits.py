@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from sidestep.ipc.model.layer_spec import LayerSpec, experts_of
 
 _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
 """Default max_num_seqs and max_num_batched_tokens.
@@ -10,14 +13,21 @@ _LIMITS, _GPU_LIMITS = (256, 2048), (512, 33 * 256)
 On a GPU the tokens are 33 tiles of 256. The tiles of a large product are then most often a multiple
 of the 132 processors of an H100 or H200, and none of those waits in the last turn.
 """
+_EXPERTS_TOKENS = 2 * _GPU_LIMITS[1]
+"""Default max_num_batched_tokens on a GPU of a model with experts.
+
+The tokens of a step are shared out among the experts, and each must have many to fill its tiles.
+"""
 
 
-def default_limits(device: str) -> tuple[int, int]:
-    """Return the default max_num_seqs and max_num_batched_tokens.
+def default_limits(device: str, layers: Sequence[LayerSpec]) -> tuple[int, int]:
+    """Return the default max_num_seqs and max_num_batched_tokens for a model's layers.
 
     device: 'cuda', 'cpu' or 'fake'.
     """
-    return _GPU_LIMITS if device == "cuda" else _LIMITS
+    if device != "cuda":
+        return _LIMITS
+    return _GPU_LIMITS[0], _EXPERTS_TOKENS if experts_of(layers) else _GPU_LIMITS[1]
 
 
 @dataclass(frozen=True, kw_only=True)

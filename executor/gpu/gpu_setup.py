@@ -38,7 +38,7 @@ class GpuSetup:
                 f"block_size: must be a multiple of 16 on a GPU, not {self.block_size}"
             )
         check_method(args.scheduler.speculation)
-        self.limits = args.scheduler.limits("cuda", self.stage.count)
+        self.limits = args.scheduler.limits("cuda", self.stage.count, args.spec.layers)
         self.has_states = bool(recurrent_of(args.spec.layers))
         """Whether the model has recurrent layers."""
         self.rotation = self.limits.max_steps_in_flight + 2

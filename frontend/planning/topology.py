@@ -120,7 +120,7 @@ def _size(
     room = [_room(machine, cache) - stage.weights - working for stage in stages]
     if not machine.gpus:
         room = [min(one, CPU_CACHE_BYTES, machine.memory_bytes // 4) for one in room]
-    limits = SchedulerConfig().limits("cuda" if machine.gpus else "cpu")
+    limits = SchedulerConfig().limits("cuda" if machine.gpus else "cpu", layers=spec.layers)
     block_size = cache.block_size or (GPU_BLOCK_SIZE if machine.gpus else CPU_BLOCK_SIZE)
     # A stage of recurrent layers alone has no keys and values.
     block_bytes = [stage.kv_layout(item, block_size).block_bytes for stage in stages]
@@ -208,7 +208,7 @@ def _working_bytes(spec: ModelSpec, tp: int, item: int) -> int:
     It counts the activations of the MLP and of the residual stream, and the logits, once outside of
     graphs and once in them. The engine measures the true number at its start.
     """
-    limits = SchedulerConfig().limits("cuda")
+    limits = SchedulerConfig().limits("cuda", layers=spec.layers)
     step = (
         limits.max_num_batched_tokens * (layers_size(spec, tp).widest + 4 * spec.hidden_size) * item
     )

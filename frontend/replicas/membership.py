@@ -82,7 +82,9 @@ class Membership(CoreQuestions):
     def places(self) -> int:
         """Number of sequences that a replica runs at once."""
         ready, parallel = next(iter(self._ready.values())), self._config.parallel
-        limits = self._config.scheduler.limits(ready.device_type, parallel.pipeline_parallel_size)
+        limits = self._config.scheduler.limits(
+            ready.device_type, parallel.pipeline_parallel_size, self._config.spec.layers
+        )
         return limits.max_num_seqs
 
     @property

@@ -484,6 +484,11 @@ def attention_of(layers: Iterable[LayerSpec]) -> list[AttentionSpec]:
     return [layer.mixer for layer in layers if isinstance(layer.mixer, AttentionSpec)]
 
 
+def experts_of(layers: Iterable[LayerSpec]) -> list[ExpertsSpec]:
+    """Return the experts of those layers that have some, in the order of the layers."""
+    return [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsSpec)]
+
+
 def recurrent_of(layers: Iterable[LayerSpec]) -> list[DeltaSpec]:
     """Return the mixers of those layers that are recurrent, in the order of the layers."""
     return [layer.mixer for layer in layers if isinstance(layer.mixer, DeltaSpec)]

@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from sidestep.frontend.options.engine_args import EngineArgs
 from sidestep.ipc.common.errors import EngineStartError, ValidationError
 from sidestep.ipc.common.options import parse_bytes, parse_length
 from sidestep.ipc.config_sections import ParallelConfig, SchedulerConfig
-from sidestep.ipc.model.layer_spec import attention_of
+from sidestep.ipc.model.layer_spec import ExpertsSpec, attention_of
 from sidestep.ipc.model.layer_split import split_layers
 from sidestep.ipc.model.model_spec import load_model_spec
+from tests.fakes import LAYER
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,6 +99,16 @@ def test_limits_that_were_not_asked_for_follow_the_device(
 ) -> None:
     limits = SchedulerConfig(**given).limits(device)
     assert (limits.max_num_seqs, limits.max_num_batched_tokens, limits.num_slots) == expected
+
+
+def test_a_step_of_a_model_with_experts_takes_more_tokens_on_a_gpu() -> None:
+    mlp = ExpertsSpec(num_experts=4, num_chosen=2, width=8)
+    experts = msgspec.structs.replace(LAYER, mlp=mlp)
+    for layers, tokens in (((LAYER,), 8448), ((LAYER, experts), 16896)):
+        assert SchedulerConfig().limits("cuda", 1, layers).max_num_batched_tokens == tokens
+        assert SchedulerConfig().limits("cpu", 1, layers).max_num_batched_tokens == 2048
+        given = SchedulerConfig(max_num_batched_tokens=700)
+        assert given.limits("cuda", 1, layers).max_num_batched_tokens == 700
 
 
 @pytest.mark.parametrize(
