@@ -32,7 +32,7 @@ from benchmarks.kernels.gpu_models import MODELS, Model
 from benchmarks.kernels.gpu_products import check_linear
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Call
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
-from sidestep.kernels.products.gated_gemm_triton import GatedConfig, gated_gemm
+from sidestep.kernels.products.gated.gated_gemm_triton import GatedConfig, gated_gemm
 
 
 def compile_gated(model: Model, rows: int, config: GatedConfig) -> None:

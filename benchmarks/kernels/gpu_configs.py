@@ -10,7 +10,7 @@ from benchmarks.kernels.gpu_models import Model
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.prefill_attention_triton import PrefillConfig
 from sidestep.kernels.products import streamed_config
-from sidestep.kernels.products.gated_gemm_triton import GatedConfig
+from sidestep.kernels.products.gated.gated_gemm_triton import GatedConfig
 from sidestep.kernels.products.own_linear import Config
 from sidestep.kernels.products.skinny_linear_triton import MAX_ROWS, SkinnyConfig
 from sidestep.kernels.products.tuned.tuned_products import ROWS

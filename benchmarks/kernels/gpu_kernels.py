@@ -181,7 +181,7 @@ def gated_section(table: Table, ceilings: Ceilings, tune: bool) -> None:
             del case
         if tune:
             table.add(
-                "    for kernels/products/tuned/tuned_gated.py: "
+                "    for kernels/products/gated/tuned_gated.py: "
                 f"{(model.inner, model.hidden)}: {tuple(entries)},"
             )
 

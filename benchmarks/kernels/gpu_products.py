@@ -18,8 +18,12 @@ from benchmarks.kernels.gpu_timing import (
     repeated,
 )
 from sidestep.kernels.gpu import is_hopper
-from sidestep.kernels.products.gated_gemm_triton import GatedConfig, default_config, gated_gemm
-from sidestep.kernels.products.gated_gemm_triton import choose as choose_gated
+from sidestep.kernels.products.gated.gated_gemm_triton import (
+    GatedConfig,
+    default_config,
+    gated_gemm,
+)
+from sidestep.kernels.products.gated.gated_gemm_triton import choose as choose_gated
 from sidestep.kernels.products.own_linear import Config, choose, own_linear
 from sidestep.kernels.triton.silu_mul_triton import silu_mul
 

@@ -39,12 +39,8 @@ from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu, is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.speculation import AcceptedTokens, DraftTables
-from sidestep.kernels.products import (
-    gated_gemm_triton,
-    own_linear,
-    skinny_linear_triton,
-    streamed_config,
-)
+from sidestep.kernels.products import own_linear, skinny_linear_triton, streamed_config
+from sidestep.kernels.products.gated import gated_gemm_triton
 from sidestep.kernels.recurrent import begin_states_triton, delta_net_triton
 from sidestep.kernels.recurrent.delta_parts import DeltaWeights, Projected
 from sidestep.kernels.recurrent.state_rows import StateRows

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.products import gated_gemm_triton
 from sidestep.kernels.products import linear as linear_module
-from sidestep.kernels.products.gated_gemm_triton import (
+from sidestep.kernels.products.gated import gated_gemm_triton
+from sidestep.kernels.products.gated.gated_gemm_triton import (
     GatedConfig,
     choose,
     default_config,
     gated_gemm,
 )
+from sidestep.kernels.products.gated.tuned_gated import GATED
 from sidestep.kernels.products.linear import gated_linear
-from sidestep.kernels.products.tuned.tuned_gated import GATED
 from tests.triton.support import (
     DTYPE,
     DTYPES,

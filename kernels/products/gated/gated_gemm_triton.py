@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sidestep.kernels.launch import cdiv, has_pdl, num_processors, pdl
 from sidestep.kernels.prefetch_triton import prefetch
-from sidestep.kernels.products.tuned.tuned_gated import GATED
+from sidestep.kernels.products.gated.tuned_gated import GATED
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 
 
