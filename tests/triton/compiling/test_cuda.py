@@ -18,6 +18,7 @@ from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
 from sidestep.kernels.experts import clustered_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
+from sidestep.kernels.products.gated import gated_hopper
 from sidestep.kernels.quantized import clustered_codes
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
@@ -90,6 +91,13 @@ def test_attention_of_prompts_has_enough_registers(
 ) -> None:
     form = prefill_hopper.Form(dtype, dim, group, box, window, sinks)
     assert stack_of(prefill_hopper.compiled(form)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gated_product_has_enough_registers(
+    dtype: torch.dtype, stack_of: Callable[[Path], int]
+) -> None:
+    assert stack_of(gated_hopper.compiled(dtype)) == 0
 
 
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
