@@ -18,6 +18,7 @@ from sidestep.kernels.launch import num_processors
 from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
+from sidestep.kernels.products.linear import gated_linear
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
@@ -45,6 +46,8 @@ MAX_ROWS = 64
 _DECODED = 1024
 """Rows from which on W is decoded as a whole, for the library's product. To decode a matrix takes
 about as long as to multiply 250 rows."""
+_DECODED_BESIDE = 4097
+"""The same where clusters of processors would multiply codes, for a product without activation."""
 _BLOCK_N = 64
 """Rows of W of a program: the number that Hopper's tensor cores take at once."""
 _LEAST_ROWS = 16
@@ -311,10 +314,15 @@ def _whole(
     """
     if rounded is not None:
         return _scaled(rounded, matrix, bias, out) if suits_library(matrix) else None
-    if _rows_of(x) < _DECODED:
+    if _rows_of(x) < (_DECODED_BESIDE if _by_clusters(matrix) else _DECODED):
         return None
     found = linear(normed(x), _decoded(matrix), bias)
     return found if out is None else out.copy_(found)
+
+
+def _by_clusters(matrix: DeviceMatrix) -> bool:
+    """Return whether clusters of processors multiply many rows that are not rounded."""
+    return streams(matrix) and clustered_codes.takes(matrix)
 
 
 def _decoded(matrix: DeviceMatrix) -> Tensor:
@@ -368,12 +376,13 @@ def coded_gated_linear(
     unscaled = None if _rows_of(x) in _LIKE_256 else _unscaled(rounded, matrix, bias)
     if unscaled is not None:
         return GateAndUp(unscaled)
+    if rounded is None and _rows_of(x) > MAX_ROWS and _by_clusters(matrix):
+        return clustered_codes.multiply(normed(x), matrix, bias, gated=True)
+    if rounded is None and _rows_of(x) >= _DECODED:
+        return gated_linear(x, _decoded(matrix), bias)
     found = _whole(x, rounded, matrix, bias)
     if found is not None:
-        return GateAndUp(found) if rounded is not None else silu_mul(found)
-    wide = rounded is None and _rows_of(x) > MAX_ROWS and streams(matrix)
-    if wide and clustered_codes.takes(matrix):
-        return clustered_codes.multiply(normed(x), matrix, bias, gated=True)
+        return GateAndUp(found)
     fused = rounded is not None or _rows_of(x) <= _MOST_FUSED
     found = _own(x, rounded, matrix, bias, gated=fused, halves=True)
     return found if fused else silu_mul(found)

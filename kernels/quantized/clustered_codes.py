@@ -32,6 +32,8 @@ _RING = 224 << 10
 _MOST_STAGES, _LEAST_STEPS = 8, 4
 """Steps in the ring at most, and those of a cluster at least."""
 _MOST_TILES = 1 << 15
+_IN_L2 = 2048
+"""Rows of x that stay in L2 beside what else is in use."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,23 @@ def launch(
     x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, *, gated: bool = False
 ) -> None:
     """Write the product to out, or the activation. Rows of x and out may lie apart."""
+    at_once = _at_once(len(x)) if gated else len(x)
+    for begin in range(0, len(x), at_once):
+        rows = slice(begin, begin + at_once)
+        _launch(x[rows], matrix, bias, out[rows], gated)
+
+
+def _at_once(tokens: int) -> int:
+    """Return the rows of a launch: parts of whole tiles, as equal as may be.
+
+    Clusters read all rows of x again and again, and a part of them stays in L2. The wide matrix of
+    a gate and up is read once more for it.
+    """
+    tiles = cdiv(tokens, max(_TOKENS))
+    return cdiv(tiles, max(1, round(tokens / _IN_L2))) * max(_TOKENS)
+
+
+def _launch(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, gated: bool) -> None:
     (outputs, inputs), (height, width) = matrix.shape, matrix.group
     processors, steps = num_processors(x.device), cdiv(inputs, STEP)
     pairs = cdiv(outputs, 2 * _ROWS)

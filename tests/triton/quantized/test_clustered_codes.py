@@ -68,3 +68,13 @@ def test_any_number_of_rows(rows: int) -> None:
     found = coded_gated_linear(x, matrix, None)
     assert isinstance(found, torch.Tensor)
     assert_close(found, exact(x, given, gated=True), 8)
+
+
+@pytest.mark.parametrize("rows", [1024, 2048, 4097, 4700])
+def test_rows_in_parts(rows: int) -> None:
+    given = matrix_of(FORMS[0], 1024, 512, torch.bfloat16)
+    matrix, x = on_device(given), Values(rows).normal(rows, 512, dtype=torch.bfloat16)
+    for gated in (False, True):
+        out = torch.full((rows, 1024 // (1 + gated)), torch.nan, dtype=x.dtype, device=x.device)
+        clustered_codes.launch(x, matrix, None, out, gated=gated)
+        assert_close(out, exact(x, given, gated=gated), 8)

@@ -21,6 +21,7 @@ from sidestep.kernels.products.coded_linear import (
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig, WideConfig
+from sidestep.kernels.quantized import clustered_codes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
@@ -393,3 +394,11 @@ def test_shapes_of_models_as_shipped(
     with PoisonedAllocations():
         found = computed((coded_gated_linear if gated else coded_linear)(x, matrix, None))
     assert_product(found, exact(x, given, gated=gated), form)
+
+
+def test_parts_are_whole_tiles_and_about_equal() -> None:
+    for rows in range(1, 10_000, 37):
+        at_once = clustered_codes._at_once(rows)
+        assert at_once % 256 == 0 and at_once <= 1.5 * clustered_codes._IN_L2
+        parts = -(-rows // at_once)
+        assert parts <= max(1, round(rows / clustered_codes._IN_L2))
