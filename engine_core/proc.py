@@ -78,9 +78,7 @@ def start(
     loading = threading.Thread(target=grammars.load, name="grammars", daemon=True)
     loading.start()
     worker = executor.start()
-    limits = config.scheduler.limits(
-        worker.device_type, config.parallel.pipeline_parallel_size, spec.layers
-    )
+    limits = config.limits(worker.device_type)
     if worker.num_states:  # each running request owns one, and one more may be copied from
         most = min(limits.max_num_seqs, worker.num_states - 1)
         limits = replace(limits, max_num_seqs=most)

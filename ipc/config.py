@@ -32,6 +32,7 @@ from sidestep.ipc.model.model_spec import ModelSpec
 from sidestep.ipc.placement_config import PlacementConfig
 from sidestep.ipc.ray_config import RayConfig
 from sidestep.ipc.scaling_config import ScalingConfig
+from sidestep.ipc.step_limits import StepLimits
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
@@ -128,6 +129,11 @@ class EngineConfig:
         """Longest prompt plus output before the size of the KV cache is known."""
         wanted = self.model.max_model_len
         return wanted if isinstance(wanted, int) else self.spec.max_position_embeddings
+
+    def limits(self, device: str) -> StepLimits:
+        """Return the limits of steps on a device; see SchedulerConfig.limits."""
+        stages = self.parallel.pipeline_parallel_size
+        return self.scheduler.limits(device, stages, self.spec.layers)
 
     @property
     def may_shrink_max_model_len(self) -> bool:

@@ -81,11 +81,8 @@ class Membership(CoreQuestions):
     @property
     def places(self) -> int:
         """Number of sequences that a replica runs at once."""
-        ready, parallel = next(iter(self._ready.values())), self._config.parallel
-        limits = self._config.scheduler.limits(
-            ready.device_type, parallel.pipeline_parallel_size, self._config.spec.layers
-        )
-        return limits.max_num_seqs
+        ready = next(iter(self._ready.values()))
+        return self._config.limits(ready.device_type).max_num_seqs
 
     @property
     def is_steady(self) -> bool:

@@ -31,6 +31,9 @@ DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat1
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 """Types for tests that do not depend on the type: on a GPU each type is another compilation."""
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+needs_hopper = pytest.mark.skipif(
+    INTERPRETED or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
 
 _MARGIN = 1024
 """Number of elements of a margin: as many as kernels write at a time.

@@ -141,10 +141,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) e
                 const int row = item.expert * (GATED + 1) * sizes.outputs + item.column;
                 const int second = row + (GATED ? sizes.outputs : COLUMNS / 2);
                 for (int step = 0; step < steps; step++) {
-                    const int slot = rings.w_at.slot, column = step * STEP;
-                    const u32 target = rings.w + slot * W_BYTES, barrier = rings.w_full + 8 * slot;
-                    barrier_wait(rings.w_empty + 8 * slot, rings.w_at.phase ^ 1);
-                    barrier_expect(barrier, W_BYTES);
+                    const int column = step * STEP;
+                    const u32 target = rings.expect_w(), barrier = rings.w_is_full();
                     if (item.together) {
                         load_tile<true>(
                             &w_map, target + rank * (W_BYTES / 2), barrier, column,
@@ -160,16 +158,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) e
         } else if (!GATED && warp == 3 && lane == 0) {
             for (int place = first; place < total; place += clusters) {
                 const Item item(place, rank, sizes, experts, used);
-                for (int step = 0; step < steps; step++) {
-                    const int slot = rings.x_at.slot;
-                    const u32 barrier = rings.x_full + 8 * slot;
-                    barrier_wait(rings.x_empty + 8 * slot, rings.x_at.phase ^ 1);
-                    barrier_expect(barrier, X_BYTES);
-                    load_tile<false>(
-                        &x_map, rings.x + slot * X_BYTES, barrier, step * STEP, item.tile * PAIRS,
-                        0);
-                    rings.x_at.next();
-                }
+                rings.load_x(&x_map, item.tile * PAIRS, steps);
             }
         } else if (GATED && warp < COPYING / 32 && first < total) {
             int turn = 0;

@@ -59,27 +59,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) __cluster_dims__(2, 1, 1) g
             for (int place = first; place < items; place += clusters) {
                 const int row = Item(place, rank, sizes).column + rank * sizes.outputs;
                 for (int step = 0; step < steps; step++, rings.w_at.next()) {
-                    const int slot = rings.w_at.slot;
-                    const u32 barrier = rings.w_full + 8 * slot;
-                    barrier_wait(rings.w_empty + 8 * slot, rings.w_at.phase ^ 1);
-                    barrier_expect(barrier, W_BYTES);
-                    load_tile<true>(
-                        &w_map, rings.w + slot * W_BYTES + rank * (W_BYTES / 2), barrier,
-                        step * STEP, row, 3);
+                    const u32 target = rings.expect_w() + rank * (W_BYTES / 2);
+                    load_tile<true>(&w_map, target, rings.w_is_full(), step * STEP, row, 3);
                 }
             }
         } else if (warp == 1 && lane == 0) {
-            for (int place = first; place < items; place += clusters) {
-                const int row = Item(place, rank, sizes).row;
-                for (int step = 0; step < steps; step++, rings.x_at.next()) {
-                    const int slot = rings.x_at.slot;
-                    const u32 barrier = rings.x_full + 8 * slot;
-                    barrier_wait(rings.x_empty + 8 * slot, rings.x_at.phase ^ 1);
-                    barrier_expect(barrier, X_BYTES);
-                    load_tile<false>(
-                        &x_map, rings.x + slot * X_BYTES, barrier, step * STEP, row, 0);
-                }
-            }
+            for (int place = first; place < items; place += clusters)
+                rings.load_x(&x_map, Item(place, rank, sizes).row, steps);
         }
     } else {
         more_registers<232>();

@@ -58,6 +58,26 @@ struct Rings {
 
     __device__ __forceinline__ void next() { w_at.next(), x_at.next(); }
 
+    __device__ __forceinline__ u32 w_is_full() const { return w_full + 8 * w_at.slot; }
+
+    // Waits until a step of the matrix may be loaded, whose barrier then expects it. Returns where
+    // it goes.
+    __device__ __forceinline__ u32 expect_w() const {
+        barrier_wait(w_empty + 8 * w_at.slot, w_at.phase ^ 1);
+        barrier_expect(w_is_full(), W_BYTES);
+        return w + w_at.slot * W_BYTES;
+    }
+
+    // Loads the inputs of a tile, whose rows begin at `row`, as one thread.
+    __device__ __forceinline__ void load_x(const TileMap* map, int row, int steps) {
+        for (int step = 0; step < steps; step++, x_at.next()) {
+            const u32 barrier = x_full + 8 * x_at.slot;
+            barrier_wait(x_empty + 8 * x_at.slot, x_at.phase ^ 1);
+            barrier_expect(barrier, X_BYTES);
+            load_tile<false>(map, x + x_at.slot * X_BYTES, barrier, step * STEP, row, 0);
+        }
+    }
+
     // Lets the steps of a tile pass, for those who multiply nothing of it.
     __device__ __forceinline__ void skip(int steps) {
         for (int step = 0; step < steps; step++) {

@@ -11,16 +11,10 @@ from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import HOPPER
 from tests.triton.attention.test_prefill_attention import check, chunks, launch
 from tests.triton.batches import Shape, with_scores, without_padding
-from tests.triton.support import DEVICE, needs_gpu, poisoned, same
+from tests.triton.support import needs_hopper, poisoned, same
 
 HALVES = [torch.bfloat16, torch.float16]
-pytestmark = [
-    needs_gpu,
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
+pytestmark = needs_hopper
 LLAMA = Shape(8, 2, 128, 64)
 
 

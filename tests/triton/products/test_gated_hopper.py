@@ -14,24 +14,16 @@ from sidestep.kernels.products.gated.gated_hopper import gated_product, suits
 from sidestep.kernels.products.linear import gated_linear
 from tests.triton.products.test_gated_gemm import exact
 from tests.triton.support import (
-    DEVICE,
     PoisonedAllocations,
     Values,
     assert_close,
     guarded,
-    needs_gpu,
+    needs_hopper,
     poisoned,
     unchanged,
 )
 
 HALVES = [torch.bfloat16, torch.float16]
-on_hopper = [
-    needs_gpu,
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and torch.cuda.get_device_capability()[0] != 9,
-        reason="needs a Hopper GPU",
-    ),
-]
 with_compiler = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
 
 
@@ -92,7 +84,7 @@ def test_other_gpus_do_not_use_it() -> None:
     ],
 )
 class TestOnHopper:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     def test_sizes(self, rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> None:
         values = Values(rows + outputs + inputs)
@@ -107,7 +99,7 @@ class TestOnHopper:
 
 
 class TestLayers:
-    pytestmark = on_hopper
+    pytestmark = needs_hopper
 
     def test_a_layer_uses_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         launched = []
