@@ -26,8 +26,6 @@ from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Ceilings, Table, attemp
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
-    BulkConfig,
-    BulkConfigs,
     ClusterConfigs,
     CodedConfig,
     CodedConfigs,
@@ -37,6 +35,7 @@ from sidestep.kernels.experts.common.experts_config import (
     RegisterConfigs,
     SortedConfig,
     SortedConfigs,
+    StreamConfigs,
     WaitingConfig,
     few_configs,
     register_configs,
@@ -62,7 +61,9 @@ QWEN = Sizes(2048, 768, 128, 8)
 FORMS = {"bf16": QWEN, "fp8": QWEN, "fp8-block": QWEN, "mxfp4": Sizes(2880, 2880, 32, 4)}
 SETS = 6
 """Sets of chosen experts, so that a few rows' matrices are not in the cache from run to run."""
-Configs = FewConfigs | SortedConfigs | BulkConfigs | CodedConfigs | RegisterConfigs | ClusterConfigs
+Configs = (
+    FewConfigs | SortedConfigs | StreamConfigs | CodedConfigs | RegisterConfigs | ClusterConfigs
+)
 
 
 def coded(form: str, rows: int, columns: int) -> ExpertCodes:
@@ -174,17 +175,8 @@ def coded_candidates() -> Iterator[Configs]:
 
 def sorted_candidates() -> Iterator[Configs]:
     """Yield configurations for sorted pairs."""
-    for pairs, columns, step_bytes, warps, stages in itertools.product(
-        (16, 32, 64, 128), (64, 128), (128, 256), (4, 8), (5, 7, 9)
-    ):
-        if pairs == 128 and columns * warps < 1024:
-            continue
-        programs = 2 if columns == 64 else 1
-        yield BulkConfigs(
-            pairs,
-            BulkConfig(columns, step_bytes, warps, stages, pairs < 128, programs),
-            BulkConfig(2 * columns, step_bytes, warps, stages, pairs < 128, programs),
-        )
+    for pairs in range(16, 72, 8):
+        yield StreamConfigs(pairs)
     yield SortedConfigs(32, *[SortedConfig(128, warps=8, swapped=True)] * 2)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 BYTES = 128
 """Bytes of a descriptor, which also lies at a multiple of them."""
+_ALIGNED = 16
+"""Bytes of which addresses and the distances of rows are multiples."""
 L2_128, L2_256 = 2, 3
 """How many bytes L2 reads from memory where it lacks a line (CUtensorMapL2promotion)."""
 _PLAIN, _SWIZZLE_128 = 0, 3
@@ -29,6 +31,16 @@ class TileMap(ctypes.Structure):
     """A descriptor of tiles. Its memory is aligned by `tile_map`."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * BYTES),)
+
+
+def can_be_tiled(*tensors: Tensor) -> bool:
+    """Return whether the copy engine can read tiles of these: rows and addresses are aligned."""
+    return all(
+        x.stride(-1) == 1
+        and all(stride * x.itemsize % _ALIGNED == 0 for stride in x.stride()[:-1])
+        and (x.is_meta or x.data_ptr() % _ALIGNED == 0)
+        for x in tensors
+    )
 
 
 def tile_map(x: Tensor, rows: int, row_bytes: int) -> TileMap:

@@ -193,7 +193,7 @@ def _launch(
             _address(x.rows),
             _Scales(*(_address(one) for one in (x.scales, w_scales, out.scales))),
             _address(matrix.bias),
-            *map(_address, pairs),
+            *map(_address, (pairs.order, pairs.experts, pairs.used)),
             _address(out.rows),
             _Sizes(num_pairs, numbers * x.rows.itemsize, outputs, parts),
         ],

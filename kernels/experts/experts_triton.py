@@ -3,10 +3,9 @@
 A pair is a token and one of its experts. For a few pairs, each is multiplied by itself
 (few_pairs_triton.py), or by those of its expert where experts are in codes (coded_few_gluon.py,
 coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs_triton.py). Then
-a tile is multiplied at once: by bulk_pairs_triton.py, or by grouped_pairs_triton.py where the bulk
-copy engine cannot be used, or by coded_pairs_triton.py where experts are in codes. For many pairs
-on a Hopper GPU, clusters of processors do it (clustered_pairs.py). A last kernel adds each token's
-results.
+a tile is multiplied at once: by grouped_pairs_triton.py, or by coded_pairs_triton.py where experts
+are in codes. On a Hopper GPU, experts in 16 bits stream by (streamed_pairs.py). For many pairs
+there, clusters of processors do it (clustered_pairs.py). A last kernel adds each token's results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -23,23 +22,23 @@ from torch import Tensor
 
 from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.cuda.launcher import runs_or_compiles
-from sidestep.kernels.experts.bulk_pairs_triton import can_be_bulk, multiply_bulk
+from sidestep.kernels.cuda.tile_maps import can_be_tiled
 from sidestep.kernels.experts.clustered_pairs import PAIRS, memory_of, multiply_many, takes
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
-    BulkConfigs,
     ClusterConfigs,
     CodedConfigs,
     FewConfigs,
     RegisterConfigs,
     SortedConfigs,
-    bulk_configs,
+    StreamConfigs,
     coded_configs,
     few_configs,
     register_configs,
     sorted_configs,
+    stream_configs,
     waiting_config,
 )
 from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, sort_pairs
@@ -47,12 +46,13 @@ from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.routing_triton import decided
-from sidestep.kernels.gpu import gpu_of
+from sidestep.kernels.experts.streamed_pairs import multiply_streamed
+from sidestep.kernels.gpu import gpu_of, is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
-Configs = FewConfigs | SortedConfigs | BulkConfigs
+Configs = FewConfigs | SortedConfigs | StreamConfigs
 InCodes = CodedConfigs | RegisterConfigs
 _LEAST_OF_CLUSTERS, _LEAST_CODES_OF_CLUSTERS = 64, 48
 """Pairs of an expert, on average, from which on clusters multiply numbers in 16 bits, and codes."""
@@ -142,8 +142,8 @@ def multiply_experts(
         assert isinstance(routed, Routed)
         tiles = sort_pairs(routed.ids, down.num_experts, found.pairs)
         sorted_pairs = x, chosen, tiles, gate_up, down, activation
-        if isinstance(found, BulkConfigs):
-            results = multiply_bulk(*sorted_pairs, found)
+        if isinstance(found, StreamConfigs):
+            results = multiply_streamed(*sorted_pairs, found)
         else:
             results = multiply_grouped(*sorted_pairs, found)
     combine_pairs(results, routed, out, add=add, some=some)
@@ -156,11 +156,19 @@ def _suits_clusters(
     """Return whether clusters multiply as many pairs of these experts."""
     codes = isinstance(gate_up, ExpertCodes)
     least = _LEAST_CODES_OF_CLUSTERS if codes else _LEAST_OF_CLUSTERS
-    hopper = can_be_bulk(x, memory_of(gate_up), memory_of(down)) and runs_or_compiles(x)
-    many = pairs >= least * down.num_experts and x.dtype != torch.float32
+    many = pairs >= least * down.num_experts
     # Kernels count bytes of x in 32 bits.
     small = x.numel() * x.element_size() < 1 << 32
-    return many and hopper and small and takes(gate_up, down) and compiles()
+    return many and small and _suits_hopper(x, gate_up, down)
+
+
+def _suits_hopper(
+    x: Tensor, gate_up: ExpertMatrix | ExpertCodes, down: ExpertMatrix | ExpertCodes
+) -> bool:
+    """Return whether kernels in CUDA C++ multiply these experts."""
+    here = is_hopper(x.device) and runs_or_compiles(x) and compiles()
+    readable = x.dtype != torch.float32 and can_be_tiled(x, memory_of(gate_up), memory_of(down))
+    return here and readable and takes(gate_up, down)
 
 
 def configs_in_codes(
@@ -199,6 +207,6 @@ def _configs(
             return usual
         return replace(usual, down=waiting)
     sizes = pairs, down.num_experts
-    if can_be_bulk(x, gate_up.values, down.values):
-        return bulk_configs(*sizes)
+    if _suits_hopper(x, gate_up, down):
+        return stream_configs(*sizes)
     return sorted_configs(*sizes)

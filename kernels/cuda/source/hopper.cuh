@@ -77,6 +77,11 @@ struct Place {
     __device__ __forceinline__ void next() {
         if (++slot == SLOTS) slot = 0, phase ^= 1;
     }
+
+    __device__ __forceinline__ void skip(int count) {
+        slot += count;
+        phase ^= slot / SLOTS & 1, slot %= SLOTS;
+    }
 };
 
 __device__ __forceinline__ uint4 four_words(u32 address) {
@@ -129,6 +134,23 @@ __device__ __forceinline__ void load_tile(
             "l"(map), "r"(barrier), "r"(column), "r"(row)
             : "memory");
     }
+}
+
+// Returns the policy of L2 for lines that are read once, which it gives up before others.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Loads a tile that begins at this column and row, by a policy of L2.
+__device__ __forceinline__ void load_tile_by(
+    const TileMap* map, u32 target, u32 barrier, int column, int row, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
+        "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(policy)
+        : "memory");
 }
 
 // Loads a box of three dimensions. What is outside of the memory becomes zero.

@@ -56,21 +56,11 @@ class SortedConfigs:
 
 
 @dataclass(frozen=True)
-class BulkConfig(SortedConfig):
-    """Partition of a product of sorted pairs whose matrices the bulk copy engine loads."""
-
-    programs: int = 1
-    """Programs for each multiprocessor."""
-
-
-@dataclass(frozen=True)
-class BulkConfigs:
-    """Configurations of both products."""
+class StreamConfigs:
+    """Sorted pairs whose experts' matrices stream by (kernels/experts/streamed_pairs.py)."""
 
     pairs: int
-    """Pairs of a tile."""
-    gate_up: BulkConfig
-    down: BulkConfig
+    """Pairs of a tile, a multiple of 8: the columns of the tensor cores' second operand."""
 
 
 @dataclass(frozen=True)
@@ -172,21 +162,13 @@ def sorted_configs(pairs: int, experts: int) -> SortedConfigs:
     return SortedConfigs(32, small, small)
 
 
-def bulk_configs(pairs: int, experts: int) -> BulkConfigs:
-    """Return the configurations for as many pairs in all, where the copy engine can be used."""
+def stream_configs(pairs: int, experts: int) -> StreamConfigs:
+    """Return the configurations for as many pairs in all, on a Hopper GPU.
+
+    An expert with more pairs than a tile is read twice, and larger tiles take more time.
+    """
     each = pairs / experts
-    if each >= 128:
-        return BulkConfigs(
-            128, BulkConfig(128, warps=8, stages=7), BulkConfig(256, warps=8, stages=5)
-        )
-    size = 16 if each < 12 else 32 if each < 24 else 64
-    # 256 bytes of a row in a step are neighbours in the memory, but need twice the buffers.
-    step, stages = (256, 5) if size < 64 else (128, 7)
-    return BulkConfigs(
-        size,
-        BulkConfig(128, step, warps=8, stages=stages, swapped=True),
-        BulkConfig(256, step, warps=8, stages=stages, swapped=True),
-    )
+    return StreamConfigs(16 if each < 6 else 32 if each < 20 else 48 if each < 30 else 64)
 
 
 def coded_configs(pairs: int, experts: int, *, few: bool) -> CodedConfigs:

@@ -50,19 +50,21 @@ def _place_pairs(
     order,
     experts,
     used,
+    progress,
     P,
     share,
     tiles,
     E: tl.constexpr,
     WIDTH: tl.constexpr,
     M: tl.constexpr,
+    FILL: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Write a share's pairs of an expert behind its earlier ones and those of earlier experts.
 
     The first share's program also fills the expert's pairs up with P to whole tiles, and writes
-    experts, the expert of each tile: E for tiles that are not needed.
+    experts, the expert of each tile: E for tiles that are not needed. It also sets progress to 0.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -85,12 +87,14 @@ def _place_pairs(
         place += tl.sum(mine, 0)
     if number == 0:
         size = tl.sum(tl.where(every == expert, sizes, 0), 0)
-        rest = first * M + size + tl.arange(0, M)
-        tl.store(order + rest, tl.zeros([M], tl.int32) + P, mask=rest < (first + own) * M)
+        rest = first * M + size + tl.arange(0, FILL)
+        tl.store(order + rest, tl.zeros([FILL], tl.int32) + P, mask=rest < (first + own) * M)
         for tile in range(first, first + own):
             tl.store(experts + tile, expert)
+            tl.store(progress + 1 + tile, 0)
         if expert == E - 1:
             tl.store(used, first + own)
+            tl.store(progress, 0)
             for tile in range(first + own, tiles):
                 tl.store(experts + tile, E)
 
@@ -137,6 +141,8 @@ class SortedPairs(NamedTuple):
     """int32: the expert of each tile; the number of experts for tiles that are not needed."""
     used: Tensor
     """int32 [1]: the number of tiles that are needed."""
+    progress: Tensor
+    """int32, zeros: a counter, and then one for each tile that is needed."""
 
 
 def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
@@ -148,9 +154,9 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     tiles = cdiv(pairs, in_tile) + min(pairs, num_experts)
     shares = min(_SHARES.value, cdiv(pairs, _AT_ONCE))
     share = cdiv(cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
-    counts, order, experts, used = (
+    counts, order, experts, used, progress = (
         torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1)
+        for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1, 1 + tiles)
     )
     grid = num_experts, shares
     _count_pairs[grid](ids, counts, pairs, share, _AT_ONCE, num_warps=4, **kind)
@@ -160,17 +166,19 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         order,
         experts,
         used,
+        progress,
         pairs,
         share,
         tiles,
         num_experts,
         next_power_of_2(num_experts),
         in_tile,
+        next_power_of_2(in_tile),
         _AT_ONCE,
         num_warps=4,
         **kind,
     )
-    return SortedPairs(order, experts, used)
+    return SortedPairs(order, experts, used, progress)
 
 
 def combine_pairs(results: Tensor, routed: Routed, out: Tensor, *, add: bool, some: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
-from sidestep.kernels.cuda.tile_maps import tile_map
+from sidestep.kernels.cuda.tile_maps import can_be_tiled, tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
 from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, num_processors
@@ -69,10 +69,8 @@ def suits(x: Tensor, weight: Tensor) -> bool:
 
 def _takes(x: Tensor, weight: Tensor) -> bool:
     """Return whether the copy engine reads these tensors."""
-    aligned = x.is_meta or (x.data_ptr() | weight.data_ptr()) % 16 == 0
     halves = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    sizes = x.stride(0) % 8 == 0 and weight.stride(0) % 8 == 0 and weight.shape[0] % 16 == 0
-    return halves and aligned and sizes and x.stride(1) == weight.stride(1) == 1
+    return halves and weight.shape[0] % 16 == 0 and can_be_tiled(x, weight)
 
 
 def gated_product(x: Tensor, weight: Tensor) -> Tensor:

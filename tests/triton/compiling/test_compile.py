@@ -70,9 +70,7 @@ EXPERTS = {
 }
 REGISTER_EXPERTS = {"_register_gate_up", "_register_down", "_few_down"}
 """Kernels of a few pairs of coded experts, on Hopper and later."""
-SORTED_EXPERTS = {
-    90: {"_bulk_gate_up", "_bulk_down"} | ({"_quantize_rows"} if compiles() else set())
-}
+SORTED_EXPERTS = {90: {"_quantize_rows"}} if compiles() else {}
 """Kernels of sorted pairs by compute capability; where CUDA C++ multiplies, inputs are rounded."""
 OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
 
@@ -220,8 +218,6 @@ def check(job: Job, process: subprocess.CompletedProcess[str]) -> None:
                 "_prefill",
                 "_gated_gemm",
                 "_streamed",
-                "_bulk_gate_up",
-                "_bulk_down",
                 "_coded_gate_up",
                 "_coded_down",
                 "_coded_sorted_down",

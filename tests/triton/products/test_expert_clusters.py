@@ -1,4 +1,4 @@
-"""Products of experts by clusters of a Hopper GPU against float64; and which experts they take."""
+"""Products of experts by a Hopper GPU's kernels against float64; and which experts they take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.experts import experts_triton
 from sidestep.kernels.experts.clustered_pairs import PAIRS, multiply_many, takes
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import SortedConfigs, StreamConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.experts.streamed_pairs import multiply_streamed
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
 from tests.triton.quantized.test_rounded_inputs import rounded
@@ -32,7 +34,10 @@ from tests.triton.support import (
 )
 
 needs_compiler = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
-SILU = (False, None, None)
+Activation = tuple[bool, float | None, float | None]
+SILU: Activation = (False, None, None)
+TILES = [PAIRS, 16, 48, 64]
+"""Pairs of a tile; clusters take the first, and with the others matrices stream by."""
 BLOCKS, ROWS = Form("fp8", 128, 128), Form("fp8", WHOLE)
 
 
@@ -63,12 +68,26 @@ def choice(values: Values, sizes: Sizes) -> Tensor:
     return ids
 
 
-def activated(
-    gate: Tensor,
-    up: Tensor,
-    activation: tuple[bool, float | None, float | None],
-    dtype: torch.dtype,
+def multiplied(
+    x: Tensor,
+    ids: Tensor,
+    gate_up: ExpertMatrix | ExpertCodes,
+    down: ExpertMatrix | ExpertCodes,
+    activation: Activation = SILU,
+    *,
+    in_tile: int = PAIRS,
 ) -> Tensor:
+    """Return the results of all pairs of rows and their experts `ids`."""
+    pairs, chosen = sort_pairs(ids, down.num_experts, in_tile), ids.shape[1]
+    with unchanged(order=pairs.order):
+        if in_tile == PAIRS:
+            return multiply_many(x, chosen, pairs, gate_up, down, activation)
+        assert isinstance(gate_up, ExpertMatrix) and isinstance(down, ExpertMatrix)
+        configs = StreamConfigs(in_tile)
+        return multiply_streamed(x, chosen, pairs, gate_up, down, activation, configs)
+
+
+def activated(gate: Tensor, up: Tensor, activation: Activation, dtype: torch.dtype) -> Tensor:
     """Return act(gate) * up, float64. act(gate) is rounded, unless it is clamped."""
     gelu, alpha, limit = activation
     if alpha is not None and limit is not None:
@@ -84,7 +103,7 @@ def exact(
     gate_up: list[Tensor],
     down: list[Tensor],
     biases: tuple[Tensor, Tensor] | None,
-    activation: tuple[bool, float | None, float | None],
+    activation: Activation,
     *,
     codes: bool,
 ) -> Tensor:
@@ -115,11 +134,9 @@ def exact(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [SILU, (True, None, None), (False, 1.702, 1.5)], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("in_tile", TILES)
 def test_numbers_in_16_bits(
-    sizes: Sizes,
-    dtype: torch.dtype,
-    activation: tuple[bool, float | None, float | None],
-    biased: bool,
+    sizes: Sizes, dtype: torch.dtype, activation: Activation, biased: bool, in_tile: int
 ) -> None:
     rows, chosen, experts, width, inner = sizes
     values = Values(rows)
@@ -137,9 +154,8 @@ def test_numbers_in_16_bits(
         for matrix, bias in zip((gate_up, down), biases, strict=True)
     ]
     ids = choice(values, sizes)
-    pairs = sort_pairs(ids, experts, PAIRS)
-    with unchanged(x=x, gate_up=gate_up, down=down, order=pairs.order), PoisonedAllocations():
-        found = multiply_many(x, chosen, pairs, matrices[0], matrices[1], activation)
+    with unchanged(x=x, gate_up=gate_up, down=down), PoisonedAllocations():
+        found = multiplied(x, ids, matrices[0], matrices[1], activation, in_tile=in_tile)
     wanted = exact(
         x, ids, list(gate_up), list(down), biases if biased else None, activation, codes=False
     )
@@ -188,9 +204,8 @@ def test_codes(form: Form, sizes: Sizes) -> None:
     down, last = in_codes(form, experts, width, inner)
     assert takes(gate_up, down)
     ids = choice(values, sizes)
-    pairs = sort_pairs(ids, experts, PAIRS)
-    with unchanged(x=x, words=gate_up.words, order=pairs.order), PoisonedAllocations():
-        found = multiply_many(x, chosen, pairs, gate_up, down, SILU)
+    with unchanged(x=x, words=gate_up.words), PoisonedAllocations():
+        found = multiplied(x, ids, gate_up, down)
     there = ids.flatten() >= 0
     wanted = exact(x, ids, first, last, None, SILU, codes=True)[there]
     assert bool(wanted.norm(dim=1).all())
@@ -202,8 +217,10 @@ def test_codes(form: Form, sizes: Sizes) -> None:
 @needs_gpu
 @needs_compiler
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("codes", [False, True])
-def test_rows_that_are_not_finite_stay_apart(bad: float, codes: bool) -> None:
+@pytest.mark.parametrize(
+    ("codes", "in_tile"), [(True, PAIRS), *[(False, in_tile) for in_tile in TILES]]
+)
+def test_rows_that_are_not_finite_stay_apart(bad: float, codes: bool, in_tile: int) -> None:
     sizes = Sizes(400, 2, 4, 256, 128)
     values = Values(1)
     x = values.normal(sizes.rows, sizes.width, dtype=DTYPE)
@@ -216,13 +233,46 @@ def test_rows_that_are_not_finite_stay_apart(bad: float, codes: bool) -> None:
             ExpertMatrix(values.normal(sizes.experts, *shape, dtype=DTYPE, scale=0.1))
             for shape in shapes
         ]
-    pairs = sort_pairs(choice(values, sizes).abs(), sizes.experts, PAIRS)
-    clean = multiply_many(x, 2, pairs, matrices[0], matrices[1], SILU)
+    ids = choice(values, sizes).abs()
+    clean = multiplied(x, ids, matrices[0], matrices[1], in_tile=in_tile)
     x[7, 5] = bad
-    found = multiply_many(x, 2, pairs, matrices[0], matrices[1], SILU)
+    found = multiplied(x, ids, matrices[0], matrices[1], in_tile=in_tile)
     others = torch.arange(2 * sizes.rows, device=DEVICE) // 2 != 7
     assert torch.equal(found[others], clean[others])
     assert not bool(found[~others].isfinite().all())
+
+
+@needs_gpu
+@needs_compiler
+def test_bits_do_not_depend_on_the_tiles_or_the_blocks() -> None:
+    """Take items in another order each time: blocks share them out as they come."""
+    sizes = Sizes(600, 4, 16, 512, 384)
+    values = Values(3)
+    x = values.normal(sizes.rows, sizes.width, dtype=DTYPE)
+    gate_up, down = (
+        ExpertMatrix(values.normal(sizes.experts, *shape, dtype=DTYPE, scale=0.05))
+        for shape in ((2 * sizes.inner, sizes.width), (sizes.width, sizes.inner))
+    )
+    ids = choice(values, sizes).abs()
+    first = multiplied(x, ids, gate_up, down, in_tile=64)
+    for in_tile in (16, 32, 48, 64) * 5:
+        assert torch.equal(multiplied(x, ids, gate_up, down, in_tile=in_tile), first)
+    few = multiplied(x[:20], ids[:20], gate_up, down, in_tile=16)
+    assert torch.equal(few, first[: len(few)])
+
+
+@needs_gpu
+@needs_compiler
+@pytest.mark.parametrize("in_tile", TILES)
+def test_no_pair_of_this_rank(in_tile: int) -> None:
+    values = Values(1)
+    x = values.normal(20, 64, dtype=DTYPE)
+    gate_up, down = (
+        ExpertMatrix(values.normal(4, *shape, dtype=DTYPE)) for shape in ((128, 64), (64, 64))
+    )
+    ids = int32([[-1, -1]] * 20)
+    assert multiplied(x, ids, gate_up, down, in_tile=in_tile).shape == (40, 64)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize(
@@ -269,3 +319,5 @@ def test_many_pairs_on_hopper(
     x = torch.empty(rows, 64, dtype=torch.bfloat16, device="meta")
     gate_up, down = (ExpertMatrix(x.new_empty(16, *shape)) for shape in ((128, 64), (64, 64)))
     assert experts_triton._suits_clusters(x, 2 * rows, gate_up, down) == expected
+    usual = experts_triton._configs(x, 2 * rows, gate_up, down, few=False)
+    assert isinstance(usual, StreamConfigs if capability == 90 else SortedConfigs)

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.experts.common.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
-from sidestep.kernels.experts.common.experts_config import BulkConfig, BulkConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
@@ -94,39 +93,6 @@ def test_any_size(
             multiply_experts(x, routed, *matrices, out, add=add, gelu=gelu, few=few)
         wanted = exact(x, routed, *matrices, gelu=gelu) + (before.double() if add else 0)
         assert_close(out, wanted, ulps=16)
-
-
-BULK = {
-    "pairs first": BulkConfigs(64, BulkConfig(16), BulkConfig(64)),
-    "matrices first": BulkConfigs(
-        16, BulkConfig(32, swapped=True), BulkConfig(64, swapped=True, programs=2)
-    ),
-}
-
-
-@pytest.mark.parametrize("configs", BULK.values(), ids=BULK)
-@pytest.mark.parametrize(
-    ("rows", "chosen", "experts", "width", "inner"), [(70, 2, 3, 40, 72), (9, 3, 5, 144, 24)]
-)
-def test_matrices_that_the_copy_engine_loads(
-    rows: int, chosen: int, experts: int, width: int, inner: int, configs: BulkConfigs
-) -> None:
-    """Cover several tiles of a program, and parts of steps and of tiles."""
-    values = Values(rows)
-    x = guarded(values.normal(rows, width, dtype=DTYPE))
-    shapes = (experts, 2 * inner, width), (experts, width, inner)
-    gate_up, down = (
-        ExpertMatrix(
-            guarded(values.normal(*shape, dtype=DTYPE, scale=shape[2] ** -0.5)),
-            guarded(values.normal(*shape[:2], dtype=DTYPE)) if rows == 9 else None,
-        )
-        for shape in shapes
-    )
-    routed, out = routing(values, rows, chosen, experts), guarded(x)
-    routed.ids[:, 0] = experts - 1  # more pairs of one expert than a tile has
-    with unchanged(x=x), PoisonedAllocations():
-        multiply_experts(x, routed, gate_up, down, out, add=True, configs=configs)
-    assert_close(out, exact(x, routed, gate_up, down) + x.double(), ulps=16)
 
 
 def packed(values: Values, *shape: int) -> ExpertMatrix:
@@ -275,13 +241,13 @@ def test_few_pairs_begin_the_next_norm(width: int) -> None:
     assert torch.allclose(begun.squares.double().sum(1), squares, rtol=1e-5)
 
 
-@pytest.mark.parametrize("in_tile", [32, 128])
+@pytest.mark.parametrize("in_tile", [32, 48, 128])
 def test_pairs_are_sorted_by_expert_and_then_by_number(in_tile: int) -> None:
     values = Values(1)
     ids = int32([values.different(3, 11) for _ in range(700)])
     ids[ids == 4] = 5  # an expert without pairs
     with PoisonedAllocations():
-        order, experts, used = sort_pairs(ids, 11, in_tile)
+        order, experts, used, progress = sort_pairs(ids, 11, in_tile)
     found = order.view(len(experts), -1).tolist()
     flat = ids.flatten().tolist()
     got = {
@@ -297,6 +263,7 @@ def test_pairs_are_sorted_by_expert_and_then_by_number(in_tile: int) -> None:
         assert len(pairs) - len(real) < in_tile
     assert experts.tolist() == sorted(experts.tolist())
     assert used.tolist() == [sum(expert < 11 for expert in experts.tolist())]
+    assert not progress[: 1 + int(used)].any()
 
 
 def test_few_pairs_read_no_more_matrices_than_there_are() -> None:

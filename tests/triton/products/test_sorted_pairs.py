@@ -17,7 +17,7 @@ def check(ids: Tensor, num_experts: int, in_tile: int) -> None:
     pairs = ids.numel()
     with unchanged(ids=ids), PoisonedAllocations():
         found = sort_pairs(ids, num_experts, in_tile)
-    order, experts, used = (one.tolist() for one in found)
+    order, experts, used, progress = (one.tolist() for one in found)
     wanted, owners = [], []
     for expert in range(num_experts):
         own = (ids.flatten() == expert).nonzero().flatten().tolist()
@@ -25,6 +25,7 @@ def check(ids: Tensor, num_experts: int, in_tile: int) -> None:
         wanted += own
         owners += [expert] * (len(own) // in_tile)
     assert used == [len(owners)]
+    assert progress[: 1 + len(owners)] == [0] * (1 + len(owners))
     assert experts == owners + [num_experts] * (len(experts) - len(owners))
     assert order[: len(wanted)] == wanted
     assert len(order) == len(experts) * in_tile

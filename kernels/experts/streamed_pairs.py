@@ -1,0 +1,131 @@
+"""Both products of experts in 16 bits for some pairs each, in one kernel of a Hopper GPU.
+
+The kernel is kernels/cuda/source/expert_stream.cu. The pairs are sorted by expert
+(sorted_pairs_triton.py). Reading the experts' matrices takes the time, and never stops between the
+two products.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.cuda.compiler import cubin
+from sidestep.kernels.cuda.launcher import Kernel, Kernels
+from sidestep.kernels.cuda.tile_maps import tile_map
+from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.experts_config import StreamConfigs
+from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.launch import cdiv, num_processors
+
+_ROWS, _STEP_BYTES = 128, 128
+"""Rows of a matrix in a unit, and bytes of each."""
+_X_STAGES = 8
+"""Steps of inputs that are loading at once."""
+_SHARED = 224 << 10
+"""Shared memory of a block."""
+_THREADS = 384
+Activation = tuple[bool, float | None, float | None]
+"""Whether it is GELU, and alpha and limit of a clamp."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the kernel, which is compiled for it."""
+
+    dtype: torch.dtype
+    pairs: int
+    """Pairs of a tile."""
+    bias: bool
+    chosen: int
+    activation: Activation
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int) for name in ("pairs", "width", "inner_width"))
+
+
+class _Operands(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            "x",
+            "gate_up_bias",
+            "down_bias",
+            "order",
+            "experts",
+            "used",
+            "progress",
+            "inner",
+            "results",
+        )
+    )
+
+
+def compiled(form: Form) -> Path:
+    """Return the file of the machine code for this form."""
+    gelu, alpha, limit = form.activation
+    defines: dict[str, int | str] = {
+        "PAIRS": form.pairs,
+        "W_STAGES": (_SHARED // _STEP_BYTES - _X_STAGES * form.pairs) // _ROWS,
+        "X_STAGES": _X_STAGES,
+        "HALF": int(form.dtype == torch.float16),
+        "GELU": int(gelu),
+        "CLAMPED": int(limit is not None),
+        "ALPHA": f"{alpha or 0.0}f",
+        "LIMIT": f"{limit or 0.0}f",
+        "WITH_BIAS": int(form.bias),
+        "CHOSEN": form.chosen,
+    }
+    kind = "f16" if form.dtype == torch.float16 else "bf16"
+    return cubin("expert_stream", defines, {"wgmma.cuh": wgmma_source(form.pairs, kind, 16)})
+
+
+def _kernel(file: Path, _: Form) -> Kernel:
+    return Kernel(file, "expert_stream", threads=_THREADS, shared=_SHARED)
+
+
+_KERNELS = Kernels(compiled, _kernel)
+
+
+def multiply_streamed(
+    x: Tensor,
+    chosen: int,
+    pairs: SortedPairs,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    activation: Activation,
+    configs: StreamConfigs,
+) -> Tensor:
+    """Return the results of all pairs, [T * k, D], of x [T, D].
+
+    pairs: in tiles of `configs.pairs`, with `progress` as it was sorted: it serves one call.
+    activation: `gelu`, alpha and limit of a clamp.
+    """
+    (rows, width), inner_width = x.shape, gate_up.num_rows // 2
+    inner = x.new_empty(len(pairs.experts) * configs.pairs, inner_width)
+    results = x.new_empty(rows * chosen, width)
+    bias = gate_up.bias is not None or down.bias is not None
+    kernel = _KERNELS.to_launch(Form(x.dtype, configs.pairs, bias, chosen, activation), x)
+    if kernel is None:
+        return results
+    parts = cdiv(inner_width, _ROWS) + cdiv(width, _ROWS)
+    addresses = (
+        None if one is None else one.data_ptr()
+        for one in (x, gate_up.bias, down.bias, *pairs, inner, results)
+    )
+    kernel.launch(
+        min(len(pairs.experts) * parts, num_processors(x.device)),
+        [
+            tile_map(gate_up.values.view(-1, width), _ROWS, _STEP_BYTES),
+            tile_map(down.values.view(-1, inner_width), _ROWS, _STEP_BYTES),
+            _Operands(*addresses),
+            _Sizes(rows * chosen, width, inner_width),
+        ],
+    )
+    return results
