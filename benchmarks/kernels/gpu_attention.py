@@ -20,10 +20,10 @@ from benchmarks.kernels.gpu_timing import (
     relative_error,
     repeated,
 )
-from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import (
     PrefillConfig,
     prefill_attention,

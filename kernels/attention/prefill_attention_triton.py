@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sidestep.kernels.attention import prefill_hopper
 from sidestep.kernels.attention.common.kv_codes_triton import (
     CodedCache,
     load_coded,
@@ -24,6 +23,7 @@ from sidestep.kernels.attention.common.kv_codes_triton import (
     times_scales,
 )
 from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
+from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.launch import cdiv, has_pdl, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 
@@ -42,7 +42,7 @@ class PrefillConfig:
     bulk: bool = True
     registers: int | None = None
     hopper: bool = False
-    """Whether the kernel for Hopper takes it (prefill_hopper.py)."""
+    """Whether the kernel for Hopper takes it (hopper/prefill_hopper.py)."""
 
     def tokens(self, group: int) -> int:
         """Return the number of query tokens of a tile. group: number of query heads a KV head."""

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from sidestep.kernels.attention import prefill_hopper
+from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import HOPPER
 from tests.triton.attention.test_prefill_attention import check, chunks, launch
 from tests.triton.batches import Shape, with_scores, without_padding

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton import knobs
 
-from sidestep.kernels.attention import prefill_hopper
+from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sidestep.kernels.cuda.compiler import compiles, cubin
-from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
+from sidestep.kernels.attention.hopper.rows_of_cache import is_readable, rows_of
+from sidestep.kernels.cuda.compiler import cubin
+from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.cuda.tile_maps import box_map, tile_map
 from sidestep.kernels.cuda.wgmma_source import wgmma_source
-from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.launch_order import check_early_reads
 
@@ -114,20 +114,7 @@ _KERNELS = Kernels(compiled, _kernel)
 
 def takes(cache: Tensor, dtype: torch.dtype, num_heads: int) -> bool:
     """Return whether the kernel takes queries of a type and number of heads, and such a cache."""
-    if not (is_hopper(cache.device) and runs_or_compiles(cache) and compiles()):
-        return False
-    _, twice_kv_heads, page, dim = cache.shape
-    plain = cache.dtype == dtype and dtype in (torch.bfloat16, torch.float16)
-    fits = dim in _DIMS and page % 16 == 0 and 2 * num_heads <= ROWS * twice_kv_heads
-    rows_of_dim = cache.stride()[1:] == (page * dim, dim, 1) and cache.stride(0) % dim == 0
-    return plain and fits and rows_of_dim
-
-
-def _rows_of(cache: Tensor) -> Tensor:
-    """Return all rows of a cache, [rows, D]. Between its blocks there may be others."""
-    blocks, heads, page, dim = cache.shape
-    rows = (blocks - 1) * (cache.stride(0) // dim) + heads * page
-    return cache.as_strided((rows, dim), (dim, 1))
+    return 2 * num_heads <= ROWS * cache.shape[1] and is_readable(cache, dtype, _DIMS)
 
 
 def prefill_hopper(
@@ -174,7 +161,7 @@ def prefill_hopper(
         min(tiles, num_processors(q.device)),
         [
             box_map(queries, (tokens, group), _ROW_BYTES),
-            tile_map(_rows_of(cache), form.box, _ROW_BYTES),
+            tile_map(rows_of(cache), form.box, _ROW_BYTES),
             _Rows(
                 *(x.data_ptr() for x in (block_tables, slots, seq_lens, query_starts, tile_ends))
             ),
