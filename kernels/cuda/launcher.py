@@ -72,8 +72,12 @@ class Kernel:
         _check(error)
         error, function = driver.cuModuleGetFunction(module, self._name.encode())
         _check(error)
-        most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        attribute = driver.CUfunction_attribute
+        most = attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(*driver.cuFuncSetAttribute(function, most, self._shared))
+        # All of a processor's memory is shared memory, so that several blocks have room.
+        share = attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        _check(*driver.cuFuncSetAttribute(function, share, 100))
         return function
 
 

@@ -199,13 +199,6 @@ __device__ __forceinline__ void hold_numbers(u32 (&numbers)[4]) {
     for (int i = 0; i < 4; i++) asm volatile("" : "+r"(numbers[i])::"memory");
 }
 
-// Transposes 8 x 8 numbers of 16 bits, of which each thread has a word.
-__device__ __forceinline__ u32 transposed(u32 word) {
-    u32 found;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(word));
-    return found;
-}
-
 __device__ __forceinline__ float activated(float gate, float up) {
     return silu(rounded(gate)) * rounded(up);
 }

@@ -240,13 +240,6 @@ __device__ __forceinline__ void copy_inputs(
 
 // ---- The warps that multiply ----
 
-// Exchanges rows and columns of 8 x 8 numbers of a warp.
-__device__ __forceinline__ u32 transposed(u32 word) {
-    u32 found;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(word));
-    return found;
-}
-
 // Adds one to a counter, and lets its readers see what this warpgroup has written.
 __device__ __forceinline__ void tell(int* place) {
     if (threadIdx.x < 128) named_sync<128>(1);

@@ -41,6 +41,13 @@ __device__ __forceinline__ u16 codes_of(float low, float high) {
     return both;
 }
 
+// Exchanges rows and columns of 8 x 8 numbers of a warp.
+__device__ __forceinline__ u32 transposed(u32 word) {
+    u32 found;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(word));
+    return found;
+}
+
 // Four neighbouring threads have a word of two columns each of 8 columns, and one of the next 8.
 // Returns four columns in a row: for the first two threads of the first 8, for the others of the
 // second.

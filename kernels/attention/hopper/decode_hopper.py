@@ -1,0 +1,215 @@
+"""Decode attention of many rows on a Hopper GPU.
+
+The kernel is kernels/cuda/source/decode_attention.cu. One of the two warps of its blocks only
+loads, which Triton has no words for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.attention.hopper.rows_of_cache import is_readable
+from sidestep.kernels.cuda.compiler import cubin
+from sidestep.kernels.cuda.launcher import Kernel, Kernels
+from sidestep.kernels.gpu import is_hopper
+from sidestep.kernels.launch import cdiv, num_processors
+from sidestep.kernels.launch_order import check_early_reads
+
+TILE = 32
+"""Keys of a step."""
+_DIMS = (64, 128, 256)
+_MOST_GROUP = 16
+_THREADS = 64
+_QUEUE = 2
+"""Rows whose queries wait in shared memory."""
+_SHARED, _BESIDE = 226 << 10, 2 << 10
+"""Shared memory of a processor, and what a block takes beside its rings."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the kernel, which is compiled for it."""
+
+    dtype: torch.dtype
+    dim: int
+    group: int
+    """Query heads of a KV head."""
+    box: int
+    """Keys that certainly lie in one block of the cache."""
+    window: int
+    sinks: bool
+    next_early: bool
+
+    @property
+    def _slot(self) -> int:
+        """Bytes of a step's keys and values."""
+        return 2 * TILE * self.dim * self.dtype.itemsize
+
+    @property
+    def _queries(self) -> int:
+        """Bytes of the queries that wait."""
+        columns = 8 * cdiv(self.group, 8)
+        return _QUEUE * columns * (self.dim * self.dtype.itemsize + 16)
+
+    @property
+    def stages(self) -> int:
+        """Steps of keys and values that are loading at once."""
+        room = _SHARED // _blocks_of(self.dim, self.group) - _BESIDE - self._queries
+        return room // self._slot
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the rings."""
+        return self.stages * self._slot + self._queries
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                "kv_heads",
+                "page",
+                "block_rows",
+                "plan",
+                "q_stride",
+                "table_stride",
+                "out_stride",
+                "least",
+            )
+        ),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("tables", "slots", "lengths", "ends"))
+
+
+class _Scratch(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("partial", "stats", "arrived"))
+
+
+def _blocks_of(dim: int, group: int) -> int:
+    """Return the blocks that share a processor."""
+    return 2 if dim > 128 else 3 if dim > 64 and group > 8 else 4
+
+
+class HopperScratch:
+    """Scratch memory of a launch; the counters are zero between launches."""
+
+    def __init__(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+    ) -> None:
+        group = num_heads // num_kv_heads
+        shares = num_processors(device) * _blocks_of(head_dim, group) // num_kv_heads
+        self.blocks = shares * num_kv_heads
+        # Each share has two parts: of the row it begins within, and of the row it ends within.
+        parts = 2 * self.blocks * cdiv(group, 8)
+        self.partial = torch.empty(parts, 8 * head_dim, device=device)
+        self.stats = torch.empty(parts, 16, device=device)
+        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(
+        cls, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+    ) -> HopperScratch | None:
+        """Return scratch memory, or None for heads or a device that the kernel does not take."""
+        heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS
+        if not heads or not is_hopper(device) or num_kv_heads > num_processors(device):
+            return None
+        return cls(num_heads, num_kv_heads, head_dim, max_rows, device)
+
+
+def takes(cache: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the kernel takes queries of a type and such a cache."""
+    return is_readable(cache, dtype, _DIMS)
+
+
+def compiled(form: Form) -> Path:
+    """Return the file of the machine code for this form."""
+    defines: dict[str, int | str] = {
+        "DIM": form.dim,
+        "GROUP": form.group,
+        "BOX": form.box,
+        "STAGES": form.stages,
+        "WINDOW": form.window,
+        "SINKS": int(form.sinks),
+        "HALF": int(form.dtype == torch.float16),
+        "NEXT_EARLY": int(form.next_early),
+    }
+    return cubin("decode_attention", defines, {})
+
+
+def _kernel(file: Path, form: Form) -> Kernel:
+    return Kernel(file, "decode_attention", threads=_THREADS, shared=form.shared)
+
+
+_KERNELS = Kernels(compiled, _kernel)
+
+
+def decode_hopper(
+    q: Tensor,
+    cache: Tensor,
+    block_tables: Tensor,
+    slots: Tensor,
+    seq_lens: Tensor,
+    tile_ends: Tensor,
+    out: Tensor,
+    scratch: HopperScratch,
+    *,
+    num_heads: int,
+    window: int,
+    scale: float,
+    sinks: Tensor | None,
+    min_tiles: int,
+    next_early: bool,
+) -> None:
+    """Compute what `decode_attention` does for one query a row, from a plan with tiles of TILE.
+
+    scale: of scores in units of ln 2. min_tiles: the least tiles of a share. next_early: whether
+    the next kernel may start while keys and values are loading.
+    """
+    _, twice_kv_heads, page, dim = cache.shape
+    kv_heads = twice_kv_heads // 2
+    check_early_reads(
+        "decode_attention",
+        block_tables=block_tables,
+        slots=slots,
+        seq_lens=seq_lens,
+        tile_ends=tile_ends,
+    )
+    box, group = math.gcd(page, TILE), num_heads // kv_heads
+    form = Form(q.dtype, dim, group, box, window, sinks is not None, next_early)
+    kernel = _KERNELS.to_launch(form, q)
+    if kernel is None:
+        return
+    address = ctypes.c_void_p
+    kernel.launch(
+        scratch.blocks,
+        [
+            address(q.data_ptr()),
+            address(cache.data_ptr()),
+            _Rows(*(x.data_ptr() for x in (block_tables, slots, seq_lens, tile_ends))),
+            address(None if sinks is None else sinks.data_ptr()),
+            _Scratch(*(x.data_ptr() for x in (scratch.partial, scratch.stats, scratch.arrived))),
+            address(out.data_ptr()),
+            _Sizes(
+                kv_heads,
+                page,
+                cache.stride(0) // dim,
+                len(tile_ends),
+                q.stride(0),
+                block_tables.stride(0),
+                out.stride(0),
+                min_tiles,
+                scale,
+            ),
+        ],
+    )

@@ -1,0 +1,501 @@
+// Decode attention over the paged cache: one query token a row, rows of any length.
+//
+// The tiles of all rows' keys lie one behind the other, and each block of a KV head takes as many of
+// them. A row that lies within one block's share is written directly. Parts of a split row go to
+// scratch, and the last block to arrive adds them up in their order (Sanovar et al. 2024; Dao et al.
+// 2022).
+//
+// A block has two warps, and several blocks share a processor. One warp copies queries, keys and
+// values into rings, so that the memory never waits for a row's end. It begins before the kernel
+// before has ended, with keys of earlier steps. Its threads copy 16 bytes at a time, since the copy
+// engine is slower with pieces of the cache. The other warp multiplies: keys are the first operand of
+// the scores and values that of the sums, so a product has eight columns, for up to eight query heads
+// that share a KV head.
+//
+// The compiler is given: DIM (64, 128 or 256: the size of a head), GROUP (query heads of a KV head),
+// BOX (keys that lie in one block of the cache: 16 or TILE), STAGES, WINDOW (0: none), SINKS (1 if the
+// denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
+// start while keys are loading).
+#include "numbers.cuh"
+
+constexpr int TILE = 32, QUEUE = 2;
+// Pieces of 16 bytes of a key, and keys of which the threads of a warp have a piece each.
+constexpr int PIECES = DIM / 8, AT_ONCE = 32 / PIECES;
+constexpr int KEY_BYTES = DIM * 2, HALF_SLOT = TILE * KEY_BYTES, SLOT = 2 * HALF_SLOT;
+// Boxes of a tile of keys, and tiles of which the threads of a warp know all blocks.
+constexpr int BOXES = TILE / BOX, KNOWN = 32 / BOXES;
+// Columns of eight query heads, steps of 16 dimensions, and bytes of a query in shared memory, apart
+// from one another on its banks.
+constexpr int COLUMNS = (GROUP + 7) / 8, STEPS = DIM / 16, Q_ROW = KEY_BYTES + 16;
+constexpr int Q_BYTES = 8 * COLUMNS * Q_ROW;
+constexpr float LOG2_E = 1.4426950408889634f;
+
+struct Sizes {
+    // KV heads, keys of a block of the cache, and rows of the cache's numbers that a block has.
+    int kv_heads, page, block_rows;
+    // Rows of the plan, and numbers between two rows of queries, of the block tables and of results.
+    int plan, q_stride, table_stride, out_stride;
+    // The least tiles of a share, and what scores are multiplied by, in units of ln 2.
+    int least;
+    float scale;
+};
+
+// What the rows of a batch are, as in kernels/attention/decode_attention_triton.py.
+struct Rows {
+    const int *tables, *slots, *lengths, *ends;
+};
+
+// What blocks leave to one another. Counters are zero between launches.
+struct Scratch {
+    float4 *partial, *stats;
+    int* arrived;
+};
+
+// A row, or the part of it that lies in one share.
+struct Item {
+    int row, length;
+    // Its first key, tiles, 0 behind the last item, and the first key that the query sees.
+    int key, tiles, visible;
+    // Shares that the row begins and ends in.
+    int first_share, last_share;
+};
+
+struct Rings {
+    u32 ring, q, full, empty, items_full, items_empty;
+    Item* items;
+
+    __device__ __forceinline__ Rings(char* memory, u64* barriers, Item* items) : items(items) {
+        ring = shared_address(memory), q = ring + STAGES * SLOT;
+        full = shared_address(barriers), empty = full + 8 * STAGES;
+        items_full = empty + 8 * STAGES, items_empty = items_full + 8 * QUEUE;
+    }
+
+    __device__ __forceinline__ void init() const {
+        for (int slot = 0; slot < STAGES; slot++)
+            barrier_init(full + 8 * slot, 32), barrier_init(empty + 8 * slot, 1);
+        for (int slot = 0; slot < QUEUE; slot++) {
+            // All threads that copy queries, and the one that has written the item.
+            barrier_init(items_full + 8 * slot, 33), barrier_init(items_empty + 8 * slot, 1);
+        }
+        barrier_init_done();
+    }
+};
+
+// Returns the place of 16 bytes of a key or value.
+__device__ __forceinline__ u32 place_of(int key, int piece) {
+    return key * KEY_BYTES + ((piece ^ key % 8) << 4);
+}
+
+// ---- The warp that loads ----
+
+// Returns how many of a sorted row of numbers are not above `tile`.
+__device__ __forceinline__ int count_up_to(const int* ends, int count, int tile) {
+    const int lane = threadIdx.x % 32, chunk = max(count / 32, 1), last = (lane + 1) * chunk - 1;
+    const bool below = last < count && __ldg(ends + last) <= tile;
+    const int base = __popc(__ballot_sync(~0u, below)) * chunk;
+    int found = base;
+    for (int i = 0; i < chunk; i += 32) {
+        const int at = base + i + lane;
+        const bool own = i + lane < chunk && at < count && __ldg(ends + at) <= tile;
+        found += __popc(__ballot_sync(~0u, own));
+    }
+    return found;
+}
+
+struct Loader {
+    const u16 *q, *cache;
+    const Rings& rings;
+    const Rows& rows;
+    const Sizes& sizes;
+    int head, share;
+    Place<STAGES> at;
+    Place<QUEUE> item_at;
+    // Of one of the next rows, another one in each thread: where its tiles end, its slot and length.
+    int known = 0, end, slot, length;
+    // The block of one of the next boxes of keys, of another one in each thread.
+    int block = 0;
+
+    __device__ __forceinline__ void read_rows(int row) {
+        known = row, row = min(row + int(threadIdx.x % 32), sizes.plan - 1);
+        end = __ldg(rows.ends + row), slot = __ldg(rows.slots + row);
+        length = __ldg(rows.lengths + row);
+    }
+
+    // Tells the other warp what comes next, with its queries.
+    __device__ __forceinline__ void push(const Item& item) {
+        const int lane = threadIdx.x % 32;
+        const u32 full = rings.items_full + 8 * item_at.slot;
+        barrier_wait(rings.items_empty + 8 * item_at.slot, item_at.phase ^ 1);
+        if (item.tiles) {
+            const u16* own = q + u64(item.row) * sizes.q_stride + head * (GROUP * DIM);
+            const u32 target = rings.q + item_at.slot * Q_BYTES;
+            for (int i = lane; i < GROUP * PIECES; i += 32)
+                copy_16(target + i / PIECES * Q_ROW + i % PIECES * 16, own + i * 8, 16);
+        }
+        arrive_when_copied(full);
+        if (lane == 0) {
+            rings.items[item_at.slot] = item;
+            barrier_arrive_here(full);
+        }
+        item_at.next();
+    }
+
+    // Loads tiles of an item: keys, and values, which lie further behind. Those behind the last key
+    // become zeros: in the cache they may be anything, and 0 x NaN would spread.
+    __device__ __forceinline__ void load_tiles(
+        const Item& item, const int* table, int first, int stop) {
+        const int lane = threadIdx.x % 32;
+        const u64 further = u64(sizes.kv_heads) * sizes.page * DIM;
+        for (int i = first; i < stop; i++) {
+            const int key = item.key + i * TILE, there = item.length - key;
+            // There may be no block behind the last key.
+            if (i % KNOWN == 0)
+                block = __ldg(table + min(key + lane * BOX, item.length - 1) / sizes.page);
+            const u16* source[BOXES];
+#pragma unroll
+            for (int box = 0; box < BOXES; box++) {
+                const int own = __shfl_sync(~0u, block, i % KNOWN * BOXES + box);
+                const u64 row =
+                    u64(own) * sizes.block_rows + head * sizes.page + (key + box * BOX) % sizes.page;
+                source[box] = cache + row * DIM + lane * 8;
+            }
+            const u32 target = rings.ring + at.slot * SLOT;
+            barrier_wait(rings.empty + 8 * at.slot, at.phase ^ 1);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+#pragma unroll
+                for (int j = 0; j < TILE / AT_ONCE; j++) {
+                    const int box = j * AT_ONCE / BOX, own = j * AT_ONCE + lane / PIECES;
+                    copy_16(
+                        target + half * HALF_SLOT + place_of(own, lane % PIECES),
+                        source[box] + (j * AT_ONCE - box * BOX) * DIM + half * further,
+                        own < there ? 16 : 0);
+                }
+            arrive_when_copied(rings.full + 8 * at.slot);
+            at.next();
+        }
+    }
+
+    // Loads all rows of this block's share: `each` tiles of those of all rows.
+    __device__ __forceinline__ void load_share(int tiles, int each) {
+        int tile = share * each, row = count_up_to(rows.ends, sizes.plan, tile);
+        const int stop = min(tile + each, tiles);
+        int begin = row ? __ldg(rows.ends + row - 1) : 0;
+        read_rows(row);
+        bool waits = true;
+        while (tile < stop) {
+            if (row - known == 32) read_rows(row);
+            const int row_end = __shfl_sync(~0u, end, row - known);
+            const int own = __shfl_sync(~0u, slot, row - known);
+            const int* table = rows.tables + u64(own) * sizes.table_stride;
+            Item item;
+            item.row = row, item.length = __shfl_sync(~0u, length, row - known);
+            item.visible = WINDOW ? max(item.length - WINDOW, 0) : 0;
+            item.key = (tile - begin + item.visible / TILE) * TILE;
+            item.tiles = min(row_end, stop) - tile;
+            item.first_share = begin / each, item.last_share = (row_end - 1) / each;
+            int early = 0;
+            if (waits) {
+                // All keys but the row's last one are of earlier steps.
+                early = min(min(STAGES, item.tiles), max(item.length - 1 - item.key, 0) / TILE);
+                load_tiles(item, table, 0, early);
+                wait_for_kernels_before();
+                if (NEXT_EARLY) let_next_kernel_start();
+                waits = false;
+            }
+            push(item);
+            load_tiles(item, table, early, item.tiles);
+            tile = min(row_end, stop), begin = row_end, row++;
+        }
+        // A block without a share waits too, so that no later kernel overtakes the one before.
+        if (waits) wait_for_kernels_before();
+        push(Item{});
+    }
+};
+
+// ---- The warp that multiplies ----
+
+// The score of a key that is not seen.
+__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float found;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
+    return found;
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&words)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_transposed(u32 (&words)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// sum += x w, of 16 x 16 and 16 x 8 numbers.
+__device__ __forceinline__ void multiply(
+    float (&sum)[4], const u32 (&x)[4], const u32 (&w)[2]) {
+#if HALF
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3},"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3},"
+#endif
+                 " {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(w[0]), "r"(w[1]));
+}
+
+// The softmax of a row's eight query heads, and the sums of values. A thread has two heads, 2 quad and
+// the next one: their highest scores in units of ln 2, its part of their masses, and sums of the
+// dimensions 16 m + lane / 4 at 4 m, and of those 8 further at 4 m + 2.
+struct Heads {
+    u32 query[STEPS][2];
+    float top[2], mass[2], sum[STEPS][4];
+
+    __device__ __forceinline__ void begin(u32 queries) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int k = 0; k < STEPS; k += 2) {
+            u32 words[4];
+            load_matrices(words, queries + lane % 8 * Q_ROW + (2 * k + lane / 8) * 16);
+            query[k][0] = words[0], query[k][1] = words[1];
+            query[k + 1][0] = words[2], query[k + 1][1] = words[3];
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) top[i] = nothing(), mass[i] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][i] = 0.0f;
+    }
+
+    // Makes weights of a tile's scores, as operands of the sums' two products. first: the tile's
+    // first key; keys from `length` on, and those before `visible`, are not seen.
+    __device__ __forceinline__ void weigh(
+        float (&s)[2][4], u32 (&weights)[2][2], int first, int visible, int length, float scale) {
+        const int key = first + threadIdx.x % 32 / 4;
+        if (first + TILE > length || (WINDOW && first < visible)) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int own = key + i / 4 * 16 + i % 4 / 2 * 8;
+                if (own >= length || (WINDOW && own < visible)) s[i / 4][i % 4] = nothing();
+            }
+        }
+        float fade[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float highest = fmaxf(fmaxf(s[0][i], s[0][i + 2]), fmaxf(s[1][i], s[1][i + 2]));
+#pragma unroll
+            for (int apart = 4; apart < 32; apart *= 2)
+                highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, apart));
+            highest = fmaxf(top[i], highest * scale);
+            fade[i] = power_of_2(top[i] - highest);
+            top[i] = highest, mass[i] *= fade[i];
+        }
+#pragma unroll
+        for (int block = 0; block < 2; block++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                float* own = s[block] + 2 * half;
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    own[i] = power_of_2(fmaf(own[i], scale, -top[i])), mass[i] += own[i];
+                weights[block][half] = transposed(packed(own[0], own[1]));
+            }
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][i] *= fade[i % 2];
+    }
+
+    __device__ __forceinline__ void add_masses_up() {
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+            for (int apart = 4; apart < 32; apart *= 2)
+                mass[i] += __shfl_xor_sync(~0u, mass[i], apart);
+    }
+
+    // Leaves a part of a row to another block.
+    __device__ __forceinline__ void leave(float4* partial, float4* stats) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+            partial[m * 32 + lane] = make_float4(sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
+        if (lane < 4) stats[lane] = make_float4(top[0], top[1], mass[0], mass[1]);
+    }
+
+    // Adds a part that a block has left.
+    __device__ __forceinline__ void add(const float4* partial, const float4* stats) {
+        const int lane = threadIdx.x % 32;
+        const float4 own = __ldcg(stats + lane % 4);
+        float4 values[STEPS];
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) values[m] = __ldcg(partial + m * 32 + lane);
+        const float tops[2] = {own.x, own.y}, masses[2] = {own.z, own.w};
+        float fade[2], share[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float highest = fmaxf(top[i], tops[i]);
+            fade[i] = power_of_2(top[i] - highest), share[i] = power_of_2(tops[i] - highest);
+            top[i] = highest, mass[i] = mass[i] * fade[i] + masses[i] * share[i];
+        }
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) {
+            sum[m][0] = sum[m][0] * fade[0] + values[m].x * share[0];
+            sum[m][1] = sum[m][1] * fade[1] + values[m].y * share[1];
+            sum[m][2] = sum[m][2] * fade[0] + values[m].z * share[0];
+            sum[m][3] = sum[m][3] * fade[1] + values[m].w * share[1];
+        }
+    }
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 2; i++) top[i] = nothing(), mass[i] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][i] = 0.0f;
+    }
+
+    // Writes the results of the heads from `first` on. out: of the row and KV head.
+    __device__ __forceinline__ void write(u16* out, int first, const float* sinks) {
+        const int lane = threadIdx.x % 32, quad = lane % 4, own = first + lane / 4;
+        float share[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (SINKS)
+                mass[i] += power_of_2(
+                    __ldg(sinks + min(first + 2 * quad + i, GROUP - 1)) * LOG2_E - top[i]);
+            share[i] = 1.0f / mass[i];
+        }
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) {
+            const u32 low = packed(sum[m][0] * share[0], sum[m][1] * share[1]);
+            const u32 high = packed(sum[m][2] * share[0], sum[m][3] * share[1]);
+            const uint2 four = four_columns(transposed(low), transposed(high));
+            if (own < GROUP)
+                *reinterpret_cast<uint2*>(
+                    out + own * DIM + 16 * m + 8 * (quad / 2) + 4 * (quad & 1)) = four;
+        }
+    }
+};
+
+// Attends to the tiles of an item.
+__device__ __forceinline__ void attend(
+    Heads (&heads)[COLUMNS], const Item& item, const Rings& rings, Place<STAGES>& at, float scale) {
+    const int lane = threadIdx.x % 32;
+    for (int i = 0; i < item.tiles; i++) {
+        const int key = item.key + i * TILE;
+        const u32 keys = rings.ring + at.slot * SLOT, values = keys + HALF_SLOT;
+        barrier_wait(rings.full + 8 * at.slot, at.phase);
+        float s[COLUMNS][2][4] = {};
+#pragma unroll
+        for (int k = 0; k < STEPS; k++)
+#pragma unroll
+            for (int block = 0; block < 2; block++) {
+                u32 x[4];
+                load_matrices(x, keys + place_of(block * 16 + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) multiply(s[c][block], x, heads[c].query[k]);
+            }
+        u32 weights[COLUMNS][2][2];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+            heads[c].weigh(s[c], weights[c], key, item.visible, item.length, scale);
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int block = 0; block < 2; block++) {
+                u32 x[4];
+                const int key = block * 16 + lane / 16 * 8 + lane % 8;
+                load_transposed(x, values + place_of(key, 2 * m + lane / 8 % 2));
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++) multiply(heads[c].sum[m], x, weights[c][block]);
+            }
+        __syncwarp();
+        if (lane == 0) barrier_arrive_here(rings.empty + 8 * at.slot);
+        at.next();
+    }
+}
+
+// Leaves a part of a row, and if all others have been left, adds them up. Returns whether it has.
+__device__ __forceinline__ bool combined(
+    Heads (&heads)[COLUMNS], const Item& item, int head, int own_share, const Scratch& scratch,
+    int kv_heads) {
+    // A share has two parts: of the row that it begins within, and of the one that it ends within.
+    auto place = [&](int share) {
+        return ((share * kv_heads + head) * 2 + (share == item.first_share)) * COLUMNS;
+    };
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        const int own = place(own_share) + c;
+        heads[c].leave(scratch.partial + u64(own) * (STEPS * 32), scratch.stats + own * 4);
+    }
+    __threadfence();
+    __syncwarp();
+    int* arrived = scratch.arrived + item.row * kv_heads + head;
+    int before = 0;
+    if (threadIdx.x % 32 == 0) before = atomicAdd(arrived, 1);
+    before = __shfl_sync(~0u, before, 0);
+    if (before != item.last_share - item.first_share) return false;
+    __threadfence();
+    if (threadIdx.x % 32 == 0) *arrived = 0;
+#pragma unroll
+    for (int c = 0; c < COLUMNS; c++) {
+        heads[c].clear();
+#pragma unroll 2
+        for (int share = item.first_share; share <= item.last_share; share++) {
+            const int part = place(share) + c;
+            heads[c].add(scratch.partial + u64(part) * (STEPS * 32), scratch.stats + part * 4);
+        }
+    }
+    return true;
+}
+
+extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_attention(
+    const u16* q, const u16* cache, const __grid_constant__ Rows rows,
+    const float* __restrict__ sinks, const __grid_constant__ Scratch scratch, u16* out,
+    const __grid_constant__ Sizes sizes) {
+    extern __shared__ __align__(1024) char memory[];
+    __shared__ __align__(8) u64 barriers[2 * (STAGES + QUEUE)];
+    __shared__ Item items[QUEUE];
+    const Rings rings(memory, barriers, items);
+    const int head = blockIdx.x % sizes.kv_heads, share = blockIdx.x / sizes.kv_heads;
+    if (threadIdx.x == 0) rings.init();
+    __syncthreads();
+    if (threadIdx.x >= 32) {
+        // A step's tables are complete before the kernel before this one (see kernels/launch.py).
+        const int tiles = __ldg(rows.ends + sizes.plan - 1), shares = gridDim.x / sizes.kv_heads;
+        Loader loader{q, cache, rings, rows, sizes, head, share};
+        loader.load_share(tiles, max((tiles + shares - 1) / shares, sizes.least));
+        return;
+    }
+    wait_for_kernels_before();
+    Place<STAGES> at;
+    for (Place<QUEUE> item_at;; item_at.next()) {
+        barrier_wait(rings.items_full + 8 * item_at.slot, item_at.phase);
+        const Item item = items[item_at.slot];
+        if (item.tiles == 0) return;
+        Heads heads[COLUMNS];
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++)
+            heads[c].begin(rings.q + item_at.slot * Q_BYTES + c * 8 * Q_ROW);
+        __syncwarp();
+        if (threadIdx.x == 0) barrier_arrive_here(rings.items_empty + 8 * item_at.slot);
+        attend(heads, item, rings, at, sizes.scale);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) heads[c].add_masses_up();
+        const bool whole = item.first_share == item.last_share;
+        if (!whole && !combined(heads, item, head, share, scratch, sizes.kv_heads)) continue;
+        u16* target = out + u64(item.row) * sizes.out_stride + head * (GROUP * DIM);
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) heads[c].write(target, 8 * c, sinks + head * GROUP);
+    }
+}

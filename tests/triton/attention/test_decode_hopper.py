@@ -1,0 +1,128 @@
+"""Decode attention of many rows by the kernel for Hopper, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from sidestep.kernels.attention import decode_attention_triton
+from sidestep.kernels.attention.decode_attention_triton import DecodeScratch
+from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.hopper import decode_hopper
+from tests.triton.attention.test_decode_attention import check, launch
+from tests.triton.batches import Batch, Shape, make_batch, with_scores, without_padding
+from tests.triton.support import DEVICE, DTYPE, PoisonedAllocations, needs_hopper, poisoned, same
+
+HALVES = [torch.bfloat16, torch.float16]
+pytestmark = needs_hopper
+LLAMA = Shape(8, 2, 128, 64)
+SHAPES = [
+    LLAMA,
+    Shape(32, 4, 128, 64),
+    Shape(14, 2, 64, 64),
+    Shape(16, 2, 64, 128),
+    Shape(7, 7, 128, 64),
+    Shape(24, 2, 128, 32),
+    Shape(16, 2, 256, 64),
+    Shape(32, 2, 256, 16),
+]
+
+
+def scratch_of(batch: Batch, parts: int | None = None) -> DecodeScratch:
+    """Return poisoned scratch memory, for shares of as many blocks a head, or of the whole GPU."""
+    shape = batch.shape
+    with PoisonedAllocations():
+        scratch = DecodeScratch(
+            shape.heads,
+            shape.kv_heads,
+            shape.dim,
+            len(batch.seq_lens),
+            DEVICE,
+            DecodeConfig(tile=decode_hopper.TILE, min_tiles=1),
+        )
+    assert scratch.hopper is not None and decode_hopper.takes(batch.cache, batch.cache.dtype)
+    if parts is not None:
+        scratch.hopper.blocks = parts * shape.kv_heads
+    return scratch
+
+
+def check_all(batch: Batch, window: int = 0, parts: int | None = None) -> None:
+    scratch = scratch_of(batch, parts)
+    check(batch, scratch, window)
+    assert scratch.hopper is not None
+    assert not scratch.hopper.arrived.any()
+
+
+@pytest.fixture(autouse=True)
+def no_other_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test fail that another kernel would take."""
+    monkeypatch.setattr(decode_attention_triton, "_decode", None)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("window", [0, 1, 31, 32, 33, 300, 5000])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_any_length(shape: Shape, window: int, dtype: torch.dtype) -> None:
+    for lengths in ([1500], [1000, 1, 77, 32, 33, 640], [3000] + [5, 31, 64] * 20):
+        check_all(make_batch(shape, lengths, dtype), window)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("shape", [LLAMA, Shape(24, 2, 128, 32), Shape(8, 2, 64, 16)], ids=str)
+def test_rows_cut_into_parts(shape: Shape, window: int, parts: int) -> None:
+    for seed in range(3):
+        lengths = [random.Random(seed * 10 + parts).randint(1, 2500) for _ in range(12)]
+        check_all(make_batch(shape, [*lengths, 20_000], DTYPE), window, parts)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 9, 12, 16])
+def test_groups_of_query_heads(group: int) -> None:
+    check_all(make_batch(Shape(2 * group, 2, 128, 64), [3, 70, 117, 260], DTYPE))
+
+
+@pytest.mark.parametrize("page", [16, 32, 48, 64, 96, 128, 256])
+def test_block_sizes(page: int) -> None:
+    lengths = [page - 3, page, page + 1, 7 * page + 1, 3000]
+    check_all(make_batch(Shape(4, 2, 128, page), lengths, DTYPE))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17, 100, 500])
+def test_numbers_of_rows(rows: int) -> None:
+    lengths = [1 + 37 * row % 400 for row in range(rows)]
+    check_all(make_batch(LLAMA, lengths, DTYPE))
+    check_all(without_padding(make_batch(LLAMA, lengths, DTYPE)))
+
+
+@pytest.mark.parametrize("sinks", [0.0, 9.0, -300.0, 300.0])
+@pytest.mark.parametrize("window", [0, 19, 130])
+@pytest.mark.parametrize("parts", [None, 2])
+def test_sinks(window: int, sinks: float, parts: int | None) -> None:
+    """Some sinks take nearly all the mass, or nearly none."""
+    batch = make_batch(Shape(16, 2, 64, 64), [50, 200, 150, 2500], DTYPE)
+    check_all(with_scores(batch, None, sinks), window, parts)
+
+
+def test_prompt_rows_are_left_alone() -> None:
+    check_all(make_batch(LLAMA, [40, 50, 33, 7, 90], DTYPE, [1, 1, 1, 4, 80]))
+
+
+def test_bits_do_not_depend_on_which_block_is_the_last() -> None:
+    lengths = [1 + 131 * row % 3000 for row in range(150)]
+    batch = make_batch(Shape(32, 4, 128, 64), lengths, DTYPE)
+    scratch = scratch_of(batch)
+    first = launch(batch, scratch, 0)
+    for _ in range(20):
+        assert same(launch(batch, scratch, 0), first)
+    check(batch, scratch)
+
+
+def test_a_cache_of_more_elements_than_31_bits_count() -> None:
+    batch = make_batch(Shape(16, 8, 128, 64), [65, 300, 1290], DTYPE)
+    small, far = batch.cache, 17_000
+    batch.cache = poisoned(far + len(small), *small.shape[1:], dtype=torch.bfloat16)
+    batch.cache[far:] = small
+    batch.block_tables += far
+    check_all(batch)
