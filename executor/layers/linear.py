@@ -16,7 +16,7 @@ from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.layer_spec import Activation, ClampedSwiglu
 from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
-from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, WholeNorm, add
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed
 from sidestep.kernels.unscaled_product import UnscaledProduct
 
@@ -142,7 +142,10 @@ class SumOverRanks:
             whole = self._parallel.all_reduce(part.value())
             return Stream(add(residual, self._after(whole)), norm)
         if self._parallel.size == 1:
-            return Stream(residual, norm, part.add_to(residual, norm))
+            begun = part.add_to(residual, norm)
+            if isinstance(begun, WholeNorm):
+                return Stream(residual, norm, done=begun.normed)
+            return Stream(residual, norm, begun)
         peers = self._parallel.part(self._buffer, len(residual)) if norm.may_begin else None
         if peers is not None:
             part.value(peers.mine)

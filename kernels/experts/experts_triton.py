@@ -48,7 +48,7 @@ from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.routing_triton import decided
 from sidestep.kernels.experts.streamed_pairs import multiply_streamed
 from sidestep.kernels.gpu import gpu_of, is_hopper
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
@@ -82,7 +82,7 @@ def multiply_experts(
     some: bool = False,
     norm: RmsNorm | None = None,
     configs: Configs | InCodes | ClusterConfigs | None = None,
-) -> BegunNorm | None:
+) -> BegunNorm | WholeNorm | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
     x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and both
@@ -91,7 +91,7 @@ def multiply_experts(
     that is the activation. few: whether no pair is sorted; None for the usual choice. some: whether
     pairs may have negative ids, which add nothing. norm: the norm that the result goes through
     next. configs: None for the usual ones. Return the part of that norm that was computed on the
-    way, or None. As of other products, it is not begun in float16.
+    way, or all of it, or None. As of other products, it is not begun in float16.
     """
     if len(x) == 0:
         return None
@@ -99,14 +99,15 @@ def multiply_experts(
     few = few_pairs(rows, chosen, down.num_experts) if few is None else few
     activation = gelu, *(clamped or (None, None))
     begun = norm if x.dtype == torch.bfloat16 else None
+    # Products that round their inputs to 8 bits compute the norm on the way.
+    whole = None if isinstance(gate_up, ExpertCodes) and gate_up.coding.rounds else norm
     if configs is None and not few and _suits_clusters(x, rows * chosen, gate_up, down):
         configs = ClusterConfigs()
     if isinstance(configs, ClusterConfigs):
         known = decided(routed) if isinstance(routed, Undecided) else routed
         tiles = sort_pairs(known.ids, down.num_experts, PAIRS)
         results = multiply_many(x, chosen, tiles, gate_up, down, activation)
-        combine_pairs(results, known, out, add=add, some=some)
-        return None
+        return combine_pairs(results, known, out, add=add, some=some, norm=whole)
     if isinstance(gate_up, ExpertCodes):
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
         coded = configs or configs_in_codes(x, chosen, gate_up, down, few=few)
@@ -146,8 +147,7 @@ def multiply_experts(
             results = multiply_streamed(*sorted_pairs, found)
         else:
             results = multiply_grouped(*sorted_pairs, found)
-    combine_pairs(results, routed, out, add=add, some=some)
-    return None
+    return combine_pairs(results, routed, out, add=add, some=some, norm=whole)
 
 
 def _suits_clusters(

@@ -134,8 +134,15 @@ class QuantizedRows(NamedTuple):
     """float32 [T, G]: G is 1, or K / 128, rounded up."""
 
 
-Begun = BegunNorm | QuantizedRows
-"""The product before a norm may compute a part of it, or all of it, rounded to 8 bits."""
+class WholeNorm(NamedTuple):
+    """All of the next norm, computed where a stream's rows were written."""
+
+    normed: Tensor
+    """[T, D], in the stream's type."""
+
+
+Begun = BegunNorm | QuantizedRows | WholeNorm
+"""The product before a norm may compute a part of it, or all of it, also rounded to 8 bits."""
 
 
 class Stream(NamedTuple):

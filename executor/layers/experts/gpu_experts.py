@@ -12,7 +12,7 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ClampedSwiglu
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -62,7 +62,7 @@ class GpuExperts:
         *,
         add: bool,
         norm: RmsNorm | None = None,
-    ) -> BegunNorm | None:
+    ) -> BegunNorm | WholeNorm | None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
         norm: the norm that `out` goes through next. Return the part of it that is computed, or

@@ -35,7 +35,7 @@ from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ExpertNorms, ExpertsSpec, ExpertStorage, NormSpec
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native.tape import empty
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, add
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add
 from sidestep.kernels.ops.routing import Routed, Undecided
 
 _STORED: dict[ExpertStorage, type[SeparateExperts | FusedExperts]] = {
@@ -63,7 +63,7 @@ class ExpertsPart(NamedTuple):
         self.products(self.x, self.routed, out, add=self.shared is not None)
         return out
 
-    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> BegunNorm | None:
+    def add_to(self, residual: Tensor, norm: RmsNorm | None = None) -> Begun | None:
         """Add the part to residual, in place. Return the part of the norm that is computed."""
         if self.shared is not None:
             self.shared.down.add_to(residual, self.shared.inner(self.x))

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
+from sidestep.kernels.ops.rms_norm import RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed
 
 _AT_ONCE = 1024
@@ -105,6 +106,9 @@ def _combine(
     ids,
     weights,
     out,
+    norm,
+    normed,
+    eps,
     D: tl.constexpr,
     CHOSEN: tl.constexpr,
     N: tl.constexpr,
@@ -112,14 +116,17 @@ def _combine(
     SOME: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write a token's sum, and its norm if there is the weight of one."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, N)
+    inside = columns < D
+    if norm is not None:
+        factor = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * N + tl.arange(0, N)
-    inside = columns < D
     total = tl.zeros([N], tl.float32)
-    for place in range(CHOSEN):
+    for place in tl.static_range(CHOSEN):
         pair = token * CHOSEN + place
         stop = D
         if SOME:
@@ -129,7 +136,14 @@ def _combine(
     target = out + token * D + columns
     if ADD:
         total += tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    dtype: tl.constexpr = out.dtype.element_ty
+    result = total.to(dtype)
+    tl.store(target, result, mask=inside)
+    if norm is not None:
+        value = result.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
+        made = ((value * scale).to(dtype).to(tl.float32) * factor).to(dtype)
+        tl.store(normed + token * D + columns, made, mask=inside)
 
 
 class SortedPairs(NamedTuple):
@@ -181,10 +195,36 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     return SortedPairs(order, experts, used, progress)
 
 
-def combine_pairs(results: Tensor, routed: Routed, out: Tensor, *, add: bool, some: bool) -> None:
-    """Write each token's weighted sum of its pairs' results [T * k, D] to out [T, D], or add it."""
+def combine_pairs(
+    results: Tensor,
+    routed: Routed,
+    out: Tensor,
+    *,
+    add: bool,
+    some: bool,
+    norm: RmsNorm | None = None,
+) -> WholeNorm | None:
+    """Write each token's weighted sum of its pairs' results [T * k, D] to out [T, D], or add it.
+
+    Return the result of the norm that `out` goes through next, if there is one that computes
+    anything.
+    """
     (rows, width), chosen = out.shape, routed.ids.shape[1]
-    block = min(1024, next_power_of_2(width))
-    _combine[(rows, cdiv(width, block))](
-        results, *routed, out, width, chosen, block, add, some, num_warps=4, **pdl(out)
+    block = next_power_of_2(width)
+    made = WholeNorm(torch.empty_like(out)) if norm is not None and norm.may_begin else None
+    _combine[(rows,)](
+        results,
+        *routed,
+        out,
+        None if made is None or norm is None else norm.weight,
+        None if made is None else made.normed,
+        0.0 if norm is None else norm.eps,
+        width,
+        chosen,
+        block,
+        add,
+        some,
+        num_warps=max(1, min(16, block // 512)),
+        **pdl(out),
     )
+    return made

@@ -14,7 +14,7 @@ from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import decided, route, route_stream
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
+from sidestep.kernels.ops.rms_norm import BegunNorm, NoNorm, RmsNorm, Stream, WholeNorm
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
 from tests.triton.quantized.coded_matrices import guarded_codes
 from tests.triton.support import (
@@ -235,10 +235,37 @@ def test_few_pairs_begin_the_next_norm(width: int) -> None:
     routed, out = routing(values, rows, chosen, experts), guarded(before)
     with PoisonedAllocations():
         begun = multiply_experts(x, routed, gate_up, down, out, add=True, few=True, norm=norm)
-    assert begun is not None
+    assert isinstance(begun, BegunNorm)
     assert_close(begun.weighted, out.double() * norm.weight.double(), ulps=1)
     squares = (out.double() ** 2).sum(1)
     assert torch.allclose(begun.squares.double().sum(1), squares, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED)
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(("width", "add"), [(40, True), (600, False)])
+def test_sorted_pairs_compute_the_next_norm(
+    width: int, add: bool, wide: bool, dtype: torch.dtype
+) -> None:
+    rows, chosen, experts, inner, values = 40, 3, 7, 24, Values(width)
+    x, before = (values.normal(rows, width, dtype=dtype) for _ in range(2))
+    gate_up = ExpertMatrix(values.normal(experts, 2 * inner, width, dtype=dtype, scale=0.1))
+    down = ExpertMatrix(values.normal(experts, width, inner, dtype=dtype, scale=0.1))
+    # The weights of some models are in float32.
+    weight = values.normal(width, dtype=torch.float32 if wide else dtype)
+    norm = RmsNorm(guarded(weight), 1e-6)
+    routed, out, plain = routing(values, rows, chosen, experts), guarded(before), before.clone()
+    operands = x, routed, gate_up, down
+    with PoisonedAllocations():
+        made = multiply_experts(*operands, out, add=add, few=False, norm=norm)
+    assert isinstance(made, WholeNorm)
+    multiply_experts(*operands, plain, add=add, few=False)
+    assert torch.equal(out, plain)
+    value = out.double()
+    scaled = (value * (value.square().mean(1, True) + norm.eps).rsqrt()).to(dtype)
+    assert_close(made.normed, scaled.double() * weight.double(), ulps=2)
+    none = NoNorm(weight, 1e-6)
+    assert multiply_experts(*operands, out, add=add, few=False, norm=none) is None
 
 
 @pytest.mark.parametrize("in_tile", [32, 48, 128])
