@@ -278,14 +278,9 @@ class LLM(PoolingCalls, RefusesVllmMethods):
             if len(given) != len(prompts):
                 raise ValidationError(name, f"has {len(given)} entries for {len(prompts)} prompts")
         default = self.get_default_sampling_params()
-        final = [
-            (default if one is None else as_sampling_params(one)).clone(
-                output_kind=RequestOutputKind.FINAL_ONLY
-            )
-            for one in each
-        ]
+        sampling = [default if one is None else as_sampling_params(one) for one in each]
         with Progress(len(prompts), use_tqdm) as progress:
-            return self._call(self._gather(prompts, final, priorities, progress))
+            return self._call(self._gather(prompts, sampling, priorities, progress))
 
     def _check_awake(self) -> None:
         if self._is_asleep:
@@ -299,7 +294,9 @@ class LLM(PoolingCalls, RefusesVllmMethods):
         progress: Progress,
     ) -> list[RequestOutput]:
         async def run(prompt: Prompt, sampling: SamplingParams, priority: int) -> RequestOutput:
-            async for output in self._llm.generate(prompt, sampling, priority=priority):
+            # Copied here, since the device waits for the first requests of many.
+            final = sampling.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+            async for output in self._llm.generate(prompt, final, priority=priority):
                 pass
             progress.add(
                 len(output.prompt_token_ids), sum(len(one.token_ids) for one in output.outputs)
