@@ -277,7 +277,8 @@ def qkv_rope(
         page,
         norms is not None,
         code_format,
-        num_warps=4,
+        # A thread reads 16 bytes at once.
+        num_warps=max(1, min(4, per_program * half // 256)),
         **pdl(qkv),
     )
 
@@ -285,7 +286,7 @@ def qkv_rope(
 def _heads_of_program(heads: int, half: int) -> int:
     """Return the heads of a program, of `half` pairs of numbers each.
 
-    A thread reads 16 bytes at once where that leaves no program with few heads.
+    It has four warps, or two where that leaves no program with few heads.
     """
     most = min(next_power_of_2(heads), max(1, 1024 // half))
     return most if heads % most == 0 else max(1, most // 2)

@@ -34,6 +34,9 @@ looped over them, a step of one row waited for the memory 32 times a layer."""
 _TILED_ROWS, _TILE_COLUMNS, _TILE_STEP = 4096, 128, 64
 """Tokens from which programs have more experts and loop over all inputs; their experts, and inputs
 of a step. There are enough programs then, and the parts of their products would be many bytes."""
+_CHOSEN_ROWS = 4
+"""Tokens of a program that chooses experts where there are many: a processor holds 32 programs, and
+64 warps."""
 _ALIGNED = 8
 """Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
@@ -217,9 +220,10 @@ def _choose_experts(
     OWN: tl.constexpr,
     WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Choose the experts of a row.
+    """Choose the experts of ROWS rows.
 
     JOINED: whether a row also has the expert with the number E. GATED: whether the product has a
     gate of that one behind the experts' logits.
@@ -227,16 +231,17 @@ def _choose_experts(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    experts = tl.arange(0, WIDTH)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = (rows < T)[:, None]
+    experts = tl.arange(0, WIDTH)[None, :]
     known = experts < E
-    acc = tl.zeros([WIDTH], tl.float32)
-    gate = 0.0
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    gate = tl.zeros([ROWS], tl.float32)
     for part in tl.static_range(PARTS):
-        own = parts + (tl.full([], part, tl.int64) * T + row) * WIDE
-        acc += tl.load(own + experts, mask=known, other=0.0)
+        own = parts + (tl.full([], part, tl.int64) * T + rows) * WIDE
+        acc += tl.load(own[:, None] + experts, mask=known & there, other=0.0)
         if GATED:
-            gate += tl.load(own + E)
+            gate += tl.load(own + E, mask=rows < T, other=0.0)
     if product_bias is not None:
         acc += tl.load(product_bias + experts, mask=known, other=0.0)
     nothing = float("-inf")
@@ -244,48 +249,49 @@ def _choose_experts(
         scores = 1.0 / (1.0 + tl.exp(-acc))
     else:
         logits = tl.where(known, acc, nothing)
-        powers = tl.exp(logits - tl.max(logits, 0))
-        scores = powers / tl.sum(powers, 0)
+        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
+        scores = powers / tl.sum(powers, 1)[:, None]
     ranked = scores
     if BIAS:
         ranked += tl.load(bias + experts, mask=known, other=0.0)
     ranked = tl.where(known, ranked, nothing)
     if BEST < GROUPS:
-        ranked = _of_best_groups(ranked[None, :], experts, E // GROUPS, GROUPS, BEST)
-        ranked = ranked.reshape(WIDTH)
+        ranked = _of_best_groups(ranked, tl.arange(0, WIDTH), E // GROUPS, GROUPS, BEST)
     # A reduction of integers is one instruction. So a score's bits are brought into their order.
     # Zeros have one sign.
     bits = (ranked + 0.0).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    places = tl.arange(0, KEPT)
-    kept = tl.zeros([KEPT], tl.float32)
-    found = tl.zeros([KEPT], tl.int32)
-    total = 0.0
+    places = tl.arange(0, KEPT)[None, :]
+    kept = tl.zeros([ROWS, KEPT], tl.float32)
+    found = tl.zeros([ROWS, KEPT], tl.int32)
+    total = tl.zeros([ROWS], tl.float32)
     for place in tl.static_range(CHOSEN):
-        best = tl.max(keys, 0)
+        best = tl.max(keys, 1)
         # A graph's padding may be NaN. It must still name an expert.
-        index = tl.minimum(tl.min(tl.where(keys == best, experts, WIDTH), 0), E - 1)
+        index = tl.min(tl.where(keys == best[:, None], experts, WIDTH), 1)
+        index = tl.minimum(index, E - 1)[:, None]
         if BIAS or BEST < GROUPS:
-            score = tl.sum(tl.where(experts == index, scores, 0.0), 0)
+            score = tl.sum(tl.where(experts == index, scores, 0.0), 1)
         else:
             # A score by which an expert is chosen is not negative: its bits are in their order.
             score = best.to(tl.float32, bitcast=True)
         total += score
-        kept = tl.where(places == place, score, kept)
+        kept = tl.where(places == place, score[:, None], kept)
         found = tl.where(places == place, index, found)
         keys = tl.where(experts == index, -0x80000000, keys)
     if NORMALISED:
-        kept = kept / (total + tiny)
+        kept = kept / (total[:, None] + tiny)
     if OWN < E:
         found -= first
         found = tl.where((found >= 0) & (found < OWN), found, -1)
     kept *= scale
     if JOINED:
         found = tl.where(places == CHOSEN, E, found)
-        kept = tl.where(places == CHOSEN, 1.0 / (1.0 + tl.exp(-gate)) if GATED else 1.0, kept)
-    target = row.to(tl.int64) * (CHOSEN + JOINED) + places
-    tl.store(weights + target, kept, mask=places < CHOSEN + JOINED)
-    tl.store(ids + target, found, mask=places < CHOSEN + JOINED)
+        share = 1.0 / (1.0 + tl.exp(-gate))[:, None] if GATED else 1.0
+        kept = tl.where(places == CHOSEN, share, kept)
+    target = rows.to(tl.int64)[:, None] * (CHOSEN + JOINED) + places
+    tl.store(weights + target, kept, mask=there & (places < CHOSEN + JOINED))
+    tl.store(ids + target, found, mask=there & (places < CHOSEN + JOINED))
 
 
 class _Norming(NamedTuple):
@@ -380,7 +386,9 @@ def decided(undecided: Undecided) -> Routed:
     routed = Routed(ids, torch.empty_like(ids, dtype=torch.float32))
     if rows == 0:
         return routed
-    _choose_experts[(rows,)](
+    # Each of a program's warps has a row.
+    at_once = _CHOSEN_ROWS if rows >= _TILED_ROWS else 1
+    _choose_experts[(cdiv(rows, at_once),)](
         parts,
         parts if bias is None else bias,
         product_bias,
@@ -403,7 +411,8 @@ def decided(undecided: Undecided) -> Routed:
         len(own),
         next_power_of_2(experts),
         next_power_of_2(undecided.chosen),
-        num_warps=1,
+        at_once,
+        num_warps=at_once,
         **pdl(parts),
     )
     return routed

@@ -15,7 +15,7 @@ from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 from sidestep.kernels.experts.routing_triton import decided, route, route_stream
 from sidestep.kernels.ops.rms_norm import BegunNorm, NoNorm, RmsNorm, Stream, WholeNorm
-from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 from tests.triton.quantized.coded_matrices import guarded_codes
 from tests.triton.support import (
     DEVICE,
@@ -387,6 +387,31 @@ def test_the_router_of_prompts() -> None:
     assert_close(undecided.parts.sum(0)[:, :130], logits, ulps=1, float32_ulps=512)
     expected = choose_experts(undecided.parts.sum(0)[:, :130].contiguous(), None, choice)
     assert torch.equal(got.ids, expected.ids)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_the_choice_of_a_row_does_not_depend_on_their_number(grouped: bool) -> None:
+    """Compare rows of a prompt, of which programs have several, with a few of them."""
+    rows, experts, values = 4101, 16, Values(2)
+    choice = (
+        Choice(4, sigmoid=True, groups=4, chosen_groups=2)
+        if grouped
+        else Choice(3, normalised=True)
+    )
+    product = poisoned(1, rows, experts, dtype=torch.float32)
+    product[:] = values.normal(1, rows, experts, dtype=torch.float32)
+    bias = values.normal(experts, dtype=torch.float32) if grouped else None
+
+    def of(first: int, last: int) -> Routed:
+        parts = product[:, first:last].contiguous()
+        with PoisonedAllocations():
+            return decided(Undecided(parts, experts, choice, bias, None, range(experts), None))
+
+    whole = of(0, rows)
+    for first in (0, 3, 1000, rows - 7):
+        few = of(first, first + 7)
+        assert torch.equal(few.ids, whole.ids[first : first + 7])
+        assert torch.equal(few.weights, whole.weights[first : first + 7])
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17])
