@@ -12,11 +12,11 @@ import pytest
 import torch
 from triton import knobs
 
-from sidestep.kernels.attention.hopper import prefill_hopper
+from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
-from sidestep.kernels.experts import clustered_pairs
+from sidestep.kernels.experts import clustered_pairs, streamed_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
 from sidestep.kernels.products.gated import gated_hopper
 from sidestep.kernels.quantized import clustered_codes
@@ -91,6 +91,33 @@ def test_attention_of_prompts_has_enough_registers(
 ) -> None:
     form = prefill_hopper.Form(dtype, dim, group, box, window, sinks)
     assert stack_of(prefill_hopper.compiled(form)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("box", "window", "sinks"), [(32, 0, False), (16, 4096, False), (32, 128, True)]
+)
+@pytest.mark.parametrize(("dim", "group"), [(128, 1), (128, 8), (128, 16), (64, 8), (256, 8)])
+def test_attention_of_decodes_has_enough_registers(
+    dim: int,
+    group: int,
+    box: int,
+    window: int,
+    sinks: bool,
+    dtype: torch.dtype,
+    stack_of: Callable[[Path], int],
+) -> None:
+    form = decode_hopper.Form(dtype, dim, group, box, window, sinks, True)
+    assert stack_of(decode_hopper.compiled(form)) == 0
+
+
+@pytest.mark.parametrize("pairs", [16, 32, 48, 64])
+@pytest.mark.parametrize("bias", [False, True])
+def test_streams_of_experts_have_enough_registers(
+    pairs: int, bias: bool, stack_of: Callable[[Path], int]
+) -> None:
+    form = streamed_pairs.Form(torch.bfloat16, pairs, bias, 8, (False, None, None))
+    assert stack_of(streamed_pairs.compiled(form)) <= 64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
