@@ -33,12 +33,7 @@ from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_few import FewScratch, decode_few
 from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
-from sidestep.kernels.attention.hopper.decode_hopper import (
-    TILE,
-    HopperScratch,
-    decode_hopper,
-    takes,
-)
+from sidestep.kernels.attention.hopper import decode_hopper
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
 from sidestep.kernels.launch import has_pdl, next_power_of_2, num_processors, pdl
 from sidestep.kernels.launch_order import reads_early
@@ -75,9 +70,8 @@ class DecodeScratch:
         self.stats = torch.empty(slots, 2, group, device=device)
         self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
         self.memory = self.partial, self.stats, self.counters
-        self.hopper: HopperScratch | None = None
-        if config.tile == TILE:
-            self.hopper = HopperScratch.of(num_heads, num_kv_heads, head_dim, max_rows, device)
+        heads = num_heads, num_kv_heads, head_dim
+        self.hopper = decode_hopper.HopperScratch.of(*heads, max_rows, device, config.tile)
         self.few: FewScratch | None = None
         if config.few is not None and queries == 1 and has_pdl(device):
             self.few = FewScratch(num_heads, num_kv_heads, head_dim, device, config.few)
@@ -418,21 +412,19 @@ def decode_attention(
         return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
     plain = rope is None and softcap is None and valid_lens is None and queries == 1
-    if plain and isinstance(cache, Tensor) and scratch.hopper is not None and takes(cache, q.dtype):
-        decode_hopper(
-            q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.hopper,
+    hopper = scratch.hopper if plain else None
+    if hopper is not None and isinstance(cache, Tensor) and decode_hopper.takes(cache, q.dtype):
+        decode_hopper.decode_hopper(
+            q, cache, block_tables, slots, seq_lens, tile_ends, out, hopper,
             num_heads=num_heads, window=window, scale=scale * LOG2_E.value, sinks=sinks,
             min_tiles=scratch.config.min_tiles, next_early=scratch.config.next_early,
         )  # fmt: skip
         return
     tiles = scratch.config.tile, scratch.config.num_warps, scratch.config.num_stages
-    if (
-        isinstance(cache, CodedCache)
-        and queries == 1
-        and takes_codes(cache, q.dtype, num_heads, *tiles)
-    ):
+    codes = cache if isinstance(cache, CodedCache) and queries == 1 else None
+    if codes is not None and takes_codes(codes, q.dtype, num_heads, *tiles):
         decode_codes(
-            q, cache, block_tables, slots, seq_lens, tile_ends, out, scratch.memory, scratch.config,
+            q, codes, block_tables, slots, seq_lens, tile_ends, out, scratch.memory, scratch.config,
             num_heads=num_heads, window=window, scale=scale, softcap=softcap, sinks=sinks,
         )  # fmt: skip
         return

@@ -118,10 +118,19 @@ class HopperScratch:
 
     @classmethod
     def of(
-        cls, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+        cls,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_rows: int,
+        device: torch.device,
+        tile: int,
     ) -> HopperScratch | None:
-        """Return scratch memory, or None for heads or a device that the kernel does not take."""
-        heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS
+        """Return scratch memory, or None for heads or a device that the kernel does not take.
+
+        tile: keys of a tile of the plan.
+        """
+        heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS and tile == TILE
         if not heads or not is_hopper(device) or num_kv_heads > num_processors(device):
             return None
         return cls(num_heads, num_kv_heads, head_dim, max_rows, device)
