@@ -306,6 +306,8 @@ class Engine:
         assert min(counts) > 0 and len(set(slots)) == len(slots)
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
+        if first_chunk == len(counts) and step.num_drafts == 0:
+            self._check_keys(slots)
         assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), (
             "a source is a target"
         )
@@ -314,6 +316,23 @@ class Engine:
         assert [slot for slot in slots if slot in new] == step.entering["slot"].tolist(), (
             "new columns follow their rows"
         )
+
+    def _check_keys(self, slots: list[int]) -> None:
+        """Check that in a step without prompts no row sees a key that another row writes.
+
+        Kernels may read keys of earlier steps while those of the step are written.
+        """
+        roster = self.scheduler._roster
+        running = {request.slot: request for request in (*roster.running, *roster.leaving)}
+        own = {}
+        for slot in slots:
+            request = running[slot]
+            if blocks := request.blocks.ids:
+                last = (request.num_computed - 1) // self.scheduler.kv.block_size
+                own[slot] = blocks[last], set(blocks[: last + 1])
+        for slot, (_, seen) in own.items():
+            others = {block for other, (block, _) in own.items() if other != slot}
+            assert not seen & others, "a row sees a key that its step writes"
 
     def take(self) -> None:
         """Run the oldest step and give its output to the scheduler."""

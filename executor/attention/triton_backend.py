@@ -292,6 +292,8 @@ class TritonAttention(AttentionBackend):
             valid_lens=rows.valid_lens,
             few_work=step.works.get((window, group)) if rope is not None else None,
             kv_scales=kv_scales,
+            # A row may share blocks that a prompt of its step fills.
+            keys_are_old=rows.max_prompt_rows == 0,
         )
 
     def _attend_prompts(

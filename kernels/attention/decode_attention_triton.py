@@ -381,6 +381,7 @@ def decode_attention(
     valid_lens: Tensor | None = None,
     few_work: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    keys_are_old: bool = False,
 ) -> None:
     """Compute each decode row's attention over all its keys, or the last `window` of them (0: all).
 
@@ -399,6 +400,7 @@ def decode_attention(
     projections, and each row's new key and value are written to the cache; without, they are there
     already. few_work, which goes with `rope`: the plan of scratch.few for these rows, whose kernel
     is then taken. It alone takes codes with a `rope`, and then kv_scales as of qkv_rope.
+    keys_are_old: whether earlier steps wrote all keys of a row but its last one.
     """
     assert 1 <= queries <= scratch.queries
     assert rope is None or (queries == 1 and valid_lens is None), "rope takes one valid query a row"
@@ -417,7 +419,7 @@ def decode_attention(
         decode_hopper.decode_hopper(
             q, cache, block_tables, slots, seq_lens, tile_ends, out, hopper,
             num_heads=num_heads, window=window, scale=scale * LOG2_E.value, sinks=sinks,
-            min_tiles=scratch.config.min_tiles, next_early=scratch.config.next_early,
+            config=scratch.config, keys_are_old=keys_are_old,
         )  # fmt: skip
         return
     tiles = scratch.config.tile, scratch.config.num_warps, scratch.config.num_stages
@@ -433,8 +435,7 @@ def decode_attention(
     kv_heads, config = twice_kv_heads // 2, scratch.config
     group = num_heads // kv_heads
     padded, wide = next_power_of_2(group * queries), max(16, next_power_of_2(dim))
-    warps, min_tiles, chunk = config.num_warps, config.min_tiles, padded
-    elements = config.combined
+    warps, min_tiles, chunk, elements = config.num_warps, config.min_tiles, padded, config.combined
     if queries > 1:
         warps = config.num_warps_of(max(16, padded), wide)
         if code_format:  # which takes more registers
@@ -444,9 +445,8 @@ def decode_attention(
         elements = elements * warps // config.num_warps
         chunk = min(padded, elements // (2 * wide))
     combined = max(2, min(32, elements // (chunk * next_power_of_2(dim))))
-    cos, sin, norms, eps = (
-        (rope.cos, rope.sin, rope.norms, rope.eps) if rope is not None else (q, q, None, 0.0)
-    )
+    given = rope or Rope(q, q, None, 0.0)
+    cos, sin, norms, eps = given.cos, given.sin, given.norms, given.eps
     q_weight, k_weight = norms if norms is not None else (q, q)
     _decode[(scratch.parts * kv_heads,)](
         q,

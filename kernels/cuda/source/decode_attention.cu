@@ -35,8 +35,9 @@ struct Sizes {
     int kv_heads, page, block_rows;
     // Rows of the plan, and numbers between two rows of queries, of the block tables and of results.
     int plan, q_stride, table_stride, out_stride;
-    // The least tiles of a share, and what scores are multiplied by, in units of ln 2.
-    int least;
+    // The least tiles of a share, and whether all keys but each row's last one are of earlier steps.
+    int least, early;
+    // What scores are multiplied by, in units of ln 2.
     float scale;
 };
 
@@ -196,8 +197,9 @@ struct Loader {
             item.first_share = begin / each, item.last_share = (row_end - 1) / each;
             int early = 0;
             if (waits) {
-                // All keys but the row's last one are of earlier steps.
-                early = min(min(STAGES, item.tiles), max(item.length - 1 - item.key, 0) / TILE);
+                // All keys but the row's last one may be of earlier steps.
+                if (sizes.early)
+                    early = min(min(STAGES, item.tiles), max(item.length - 1 - item.key, 0) / TILE);
                 load_tiles(item, table, 0, early);
                 wait_for_kernels_before();
                 if (NEXT_EARLY) let_next_kernel_start();
