@@ -17,6 +17,7 @@
 // denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
 // start while keys are loading).
 #include "numbers.cuh"
+#include "softmax.cuh"
 
 constexpr int TILE = 32, QUEUE = 2;
 // Pieces of 16 bytes of a key, and keys of which the threads of a warp have a piece each.
@@ -28,7 +29,6 @@ constexpr int BOXES = TILE / BOX, KNOWN = 32 / BOXES;
 // from one another on its banks.
 constexpr int COLUMNS = (GROUP + 7) / 8, STEPS = DIM / 16, Q_ROW = KEY_BYTES + 16;
 constexpr int Q_BYTES = 8 * COLUMNS * Q_ROW;
-constexpr float LOG2_E = 1.4426950408889634f;
 
 struct Sizes {
     // KV heads, keys of a block of the cache, and rows of the cache's numbers that a block has.
@@ -217,15 +217,6 @@ struct Loader {
 
 // ---- The warp that multiplies ----
 
-// The score of a key that is not seen.
-__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float found;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
-    return found;
-}
-
 __device__ __forceinline__ void load_matrices(u32 (&words)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -260,6 +251,15 @@ struct Heads {
     u32 query[STEPS][2];
     float top[2], mass[2], sum[STEPS][4];
 
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 2; i++) top[i] = nothing(), mass[i] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) sum[m][i] = 0.0f;
+    }
+
     __device__ __forceinline__ void begin(u32 queries) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -269,12 +269,7 @@ struct Heads {
             query[k][0] = words[0], query[k][1] = words[1];
             query[k + 1][0] = words[2], query[k + 1][1] = words[3];
         }
-#pragma unroll
-        for (int i = 0; i < 2; i++) top[i] = nothing(), mass[i] = 0.0f;
-#pragma unroll
-        for (int m = 0; m < STEPS; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sum[m][i] = 0.0f;
+        clear();
     }
 
     // Makes weights of a tile's scores, as operands of the sums' two products. first: the tile's
@@ -355,15 +350,6 @@ struct Heads {
             sum[m][2] = sum[m][2] * fade[0] + values[m].z * share[0];
             sum[m][3] = sum[m][3] * fade[1] + values[m].w * share[1];
         }
-    }
-
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (int i = 0; i < 2; i++) top[i] = nothing(), mass[i] = 0.0f;
-#pragma unroll
-        for (int m = 0; m < STEPS; m++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) sum[m][i] = 0.0f;
     }
 
     // Writes the results of the heads from `first` on. out: of the row and KV head.

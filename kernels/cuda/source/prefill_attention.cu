@@ -14,6 +14,7 @@
 // softmax begins with them), HALF (0: bfloat16, 1: float16).
 #include "numbers.cuh"
 #include "scores.cuh"
+#include "softmax.cuh"
 #include "values.cuh"
 
 constexpr int ROWS = 128, KEYS = 64, TOKENS = ROWS / GROUP;
@@ -24,7 +25,6 @@ constexpr int Q_BYTES = PIECES * Q_PIECE, KV_BYTES = PIECES * KV_PIECE;
 // Boxes of a tile of keys, and tiles of which the threads of a warp know all blocks.
 constexpr int BOXES = KEYS / BOX, KNOWN = 32 / BOXES;
 constexpr int SCORES = KEYS / 2, SUMS = DIM / 2, WORDS = SCORES / 2;
-constexpr float LOG2_E = 1.4426950408889634f;
 // Registers of a thread that loads, and of one that multiplies.
 constexpr int LOADING = 56, MULTIPLYING = 224;
 
@@ -216,15 +216,6 @@ __device__ __forceinline__ void load(
 }
 
 // ---- The warpgroups that multiply ----
-
-// The score of a key that is not seen.
-__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float found;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(found) : "f"(x));
-    return found;
-}
 
 // The softmax of a thread's two rows: its highest score, in units of ln 2, and this thread's part of
 // the weights' sum.
