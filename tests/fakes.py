@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import weakref
 from collections import defaultdict, deque
@@ -307,7 +308,7 @@ class Engine:
         first_chunk = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         assert all(count > 1 for count in counts[first_chunk:]), "rows of one token come first"
         if first_chunk == len(counts) and step.num_drafts == 0:
-            self._check_keys(slots)
+            self._check_keys(counts, slots)
         assert not set(step.copy_sources.tolist()) & set(step.copy_targets.tolist()), (
             "a source is a target"
         )
@@ -317,22 +318,20 @@ class Engine:
             "new columns follow their rows"
         )
 
-    def _check_keys(self, slots: list[int]) -> None:
+    def _check_keys(self, counts: list[int], slots: list[int]) -> None:
         """Check that in a step without prompts no row sees a key that another row writes.
 
         Kernels may read keys of earlier steps while those of the step are written.
         """
         roster = self.scheduler._roster
         running = {request.slot: request for request in (*roster.running, *roster.leaving)}
-        own = {}
-        for slot in slots:
-            request = running[slot]
-            if blocks := request.blocks.ids:
-                last = (request.num_computed - 1) // self.scheduler.kv.block_size
-                own[slot] = blocks[last], set(blocks[: last + 1])
-        for slot, (_, seen) in own.items():
-            others = {block for other, (block, _) in own.items() if other != slot}
-            assert not seen & others, "a row sees a key that its step writes"
+        size, written, seen = self.scheduler.kv.block_size, {}, {}
+        for count, slot in zip(counts, slots, strict=True):
+            blocks, end = running[slot].blocks.ids, running[slot].num_computed
+            seen[slot] = set(blocks[: -(-end // size)])
+            written[slot] = set(blocks[(end - count) // size : -(-end // size)])
+        for one, other in itertools.permutations(slots, 2):
+            assert not seen[one] & written[other], "a row sees a key that its step writes"
 
     def take(self) -> None:
         """Run the oldest step and give its output to the scheduler."""

@@ -414,15 +414,15 @@ def decode_attention(
         return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
     plain = rope is None and softcap is None and valid_lens is None and queries == 1
-    hopper = scratch.hopper if plain else None
+    hopper, config = scratch.hopper if plain else None, scratch.config
     if hopper is not None and isinstance(cache, Tensor) and decode_hopper.takes(cache, q.dtype):
         decode_hopper.decode_hopper(
             q, cache, block_tables, slots, seq_lens, tile_ends, out, hopper,
             num_heads=num_heads, window=window, scale=scale * LOG2_E.value, sinks=sinks,
-            config=scratch.config, keys_are_old=keys_are_old,
+            min_tiles=config.min_tiles, next_early=config.next_early, keys_are_old=keys_are_old,
         )  # fmt: skip
         return
-    tiles = scratch.config.tile, scratch.config.num_warps, scratch.config.num_stages
+    tiles = config.tile, config.num_warps, config.num_stages
     codes = cache if isinstance(cache, CodedCache) and queries == 1 else None
     if codes is not None and takes_codes(codes, q.dtype, num_heads, *tiles):
         decode_codes(
@@ -432,7 +432,7 @@ def decode_attention(
         return
     _, twice_kv_heads, page, dim = cache.shape
     memory, numbers, numbers_stride, code_format = parts_of(cache)
-    kv_heads, config = twice_kv_heads // 2, scratch.config
+    kv_heads = twice_kv_heads // 2
     group = num_heads // kv_heads
     padded, wide = next_power_of_2(group * queries), max(16, next_power_of_2(dim))
     warps, min_tiles, chunk, elements = config.num_warps, config.min_tiles, padded, config.combined

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.hopper.rows_of_cache import is_readable
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
@@ -179,13 +178,14 @@ def decode_hopper(
     window: int,
     scale: float,
     sinks: Tensor | None,
-    config: DecodeConfig,
+    min_tiles: int,
+    next_early: bool,
     keys_are_old: bool,
 ) -> None:
     """Compute what `decode_attention` does for one query a row, from a plan with tiles of TILE.
 
-    scale: of scores in units of ln 2. config: it says the least tiles of a share, and whether the
-    next kernel may start while keys and values are loading. keys_are_old: see decode_attention.
+    scale: of scores in units of ln 2. min_tiles: the least tiles of a share. next_early: whether
+    the next kernel may start while keys and values are loading. keys_are_old: see decode_attention.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
@@ -197,7 +197,7 @@ def decode_hopper(
         tile_ends=tile_ends,
     )
     box, group = math.gcd(page, TILE), num_heads // kv_heads
-    form = Form(q.dtype, dim, group, box, window, sinks is not None, config.next_early)
+    form = Form(q.dtype, dim, group, box, window, sinks is not None, next_early)
     kernel = _KERNELS.to_launch(form, q)
     if kernel is None:
         return
@@ -219,7 +219,7 @@ def decode_hopper(
                 q.stride(0),
                 block_tables.stride(0),
                 out.stride(0),
-                config.min_tiles,
+                min_tiles,
                 keys_are_old,
                 scale,
             ),
