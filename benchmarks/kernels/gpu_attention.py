@@ -21,8 +21,9 @@ from benchmarks.kernels.gpu_timing import (
     repeated,
 )
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import (
     PrefillConfig,

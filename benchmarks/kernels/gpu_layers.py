@@ -15,8 +15,9 @@ from torch import Tensor
 from benchmarks.kernels.gpu_attention import Paged
 from benchmarks.kernels.gpu_models import Model
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, microseconds
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, config_of
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear

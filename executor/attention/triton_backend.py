@@ -24,9 +24,10 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.attention.decode_config import config_of
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import prefill_hopper
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope

@@ -17,7 +17,6 @@ beside one another in the rows of the products, so keys and values are read once
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,51 +29,16 @@ from sidestep.kernels.attention.common.kv_codes_triton import (
 )
 from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
 from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
-from sidestep.kernels.attention.decode_config import DecodeConfig
-from sidestep.kernels.attention.decode_few import FewScratch, decode_few
+from sidestep.kernels.attention.decode_few import decode_few
 from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import decode_hopper
 from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
-from sidestep.kernels.launch import has_pdl, next_power_of_2, num_processors, pdl
+from sidestep.kernels.launch import next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 
 LOWEST = tl.constexpr(-3.0e38)
 """A number below all scores."""
-MOST_QUERIES = 8
-"""The most query tokens of a row."""
-
-
-class DecodeScratch:
-    """Scratch memory of a launch; the counters are zero between launches.
-
-    queries: the most query tokens of a row in any launch. Launches of fewer share the memory.
-    """
-
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_rows: int,
-        device: torch.device,
-        config: DecodeConfig,
-        queries: int = 1,
-    ) -> None:
-        assert 1 <= queries <= MOST_QUERIES
-        self.config, self.queries = config, queries
-        self.parts = max(1, num_processors(device) * config.programs_per_processor // num_kv_heads)
-        group = next_power_of_2(num_heads // num_kv_heads * queries)
-        # Each program has two parts: of the row it begins within, and of the row it ends within.
-        slots = self.parts * num_kv_heads * 2
-        self.partial = torch.empty(slots, group, max(16, next_power_of_2(head_dim)), device=device)
-        self.stats = torch.empty(slots, 2, group, device=device)
-        self.counters = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
-        self.memory = self.partial, self.stats, self.counters
-        heads = num_heads, num_kv_heads, head_dim
-        self.hopper = decode_hopper.HopperScratch.of(*heads, max_rows, device, config.tile)
-        self.few: FewScratch | None = None
-        if config.few is not None and queries == 1 and has_pdl(device):
-            self.few = FewScratch(num_heads, num_kv_heads, head_dim, device, config.few)
 
 
 @reads_early("tile_ends", "slots", "seq_lens", "valid_lens")

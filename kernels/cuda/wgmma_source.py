@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Return PTX's name of a type of 16 bits."""
+    return "f16" if dtype == torch.float16 else "bf16"
+
 
 def wgmma_source(
     columns: int,

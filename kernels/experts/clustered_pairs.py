@@ -18,7 +18,8 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.cuda.tile_maps import tile_map
-from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
+from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
@@ -34,8 +35,6 @@ _W_STAGES, _X_STAGES = 4, 5
 """Steps that are loading at once."""
 _THREADS = 384
 _SHARED = (_W_STAGES * _COLUMNS + _X_STAGES * PAIRS) * _STEP_BYTES
-Activation = tuple[bool, float | None, float | None]
-"""Whether it is GELU, and alpha and limit of a clamp."""
 
 
 @dataclass(frozen=True)
@@ -70,27 +69,18 @@ class _Values(NamedTuple):
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    gelu, alpha, limit = form.activation
-    defines: dict[str, int | str] = {
+    options = options_of(form.dtype, form.activation, form.chosen, bias=form.bias) | {
         "GATED": int(form.gated),
         "EIGHT": int(form.eight),
         "ROW_SCALES": int(form.row_scales),
         "W_STAGES": _W_STAGES,
         "X_STAGES": _X_STAGES,
-        "HALF": int(form.dtype == torch.float16),
-        "GELU": int(gelu),
-        "CLAMPED": int(limit is not None),
-        "ALPHA": f"{alpha or 0.0}f",
-        "LIMIT": f"{limit or 0.0}f",
-        "WITH_BIAS": int(form.bias),
-        "CHOSEN": form.chosen,
     }
     if form.eight:
         instruction = wgmma_source(_COLUMNS // 2, "e4m3", 32)
     else:
-        kind = "f16" if form.dtype == torch.float16 else "bf16"
-        instruction = wgmma_source(_COLUMNS, kind, 16)
-    return cubin("expert_products", defines, {"wgmma.cuh": instruction})
+        instruction = wgmma_source(_COLUMNS, kind_of(form.dtype), 16)
+    return cubin("expert_products", options, {"wgmma.cuh": instruction})
 
 
 def _kernel(file: Path, _: Form) -> Kernel:

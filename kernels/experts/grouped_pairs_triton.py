@@ -17,6 +17,9 @@ from sidestep.kernels.experts.common.experts_config import SortedConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
 from sidestep.kernels.launch import cdiv, pdl
 
+_STEP_BYTES = 128
+"""Bytes of the pairs' inputs in a step."""
+
 
 @triton.jit
 def _added(acc, value, w, SWAPPED: tl.constexpr):
@@ -155,7 +158,7 @@ def multiply_grouped(
         chosen,
         configs.pairs,
         c.columns,
-        c.step_bytes // x.element_size(),
+        _STEP_BYTES // x.element_size(),
         c.swapped,
         *activation,
         num_warps=c.warps,
@@ -177,7 +180,7 @@ def multiply_grouped(
         experts,
         configs.pairs,
         c.columns,
-        c.step_bytes // x.element_size(),
+        _STEP_BYTES // x.element_size(),
         c.swapped,
         num_warps=c.warps,
         num_stages=c.stages,

@@ -17,7 +17,8 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.cuda.tile_maps import tile_map
-from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
+from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import StreamConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
@@ -30,8 +31,6 @@ _X_STAGES = 8
 _SHARED = 224 << 10
 """Shared memory of a block."""
 _THREADS = 384
-Activation = tuple[bool, float | None, float | None]
-"""Whether it is GELU, and alpha and limit of a clamp."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +68,13 @@ class _Operands(ctypes.Structure):
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    gelu, alpha, limit = form.activation
-    defines: dict[str, int | str] = {
+    options = options_of(form.dtype, form.activation, form.chosen, bias=form.bias) | {
         "PAIRS": form.pairs,
         "W_STAGES": (_SHARED // _STEP_BYTES - _X_STAGES * form.pairs) // _ROWS,
         "X_STAGES": _X_STAGES,
-        "HALF": int(form.dtype == torch.float16),
-        "GELU": int(gelu),
-        "CLAMPED": int(limit is not None),
-        "ALPHA": f"{alpha or 0.0}f",
-        "LIMIT": f"{limit or 0.0}f",
-        "WITH_BIAS": int(form.bias),
-        "CHOSEN": form.chosen,
     }
-    kind = "f16" if form.dtype == torch.float16 else "bf16"
-    return cubin("expert_stream", defines, {"wgmma.cuh": wgmma_source(form.pairs, kind, 16)})
+    instruction = wgmma_source(form.pairs, kind_of(form.dtype), 16)
+    return cubin("expert_stream", options, {"wgmma.cuh": instruction})
 
 
 def _kernel(file: Path, _: Form) -> Kernel:

@@ -16,7 +16,7 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import tile_map
-from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
@@ -104,7 +104,7 @@ def compiled(form: Form) -> Path:
         "GATED": int(form.gated),
         "WITH_BIAS": int(form.bias),
     }
-    instruction = wgmma_source(form.tokens, "f16" if half else "bf16", 16, registers=True)
+    instruction = wgmma_source(form.tokens, kind_of(form.dtype), 16, registers=True)
     return cubin("coded_product", defines, {"wgmma.cuh": instruction})
 
 

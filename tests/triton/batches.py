@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
+from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from tests.triton.support import (
     Values,
     assert_margins_untouched,
@@ -111,6 +113,11 @@ class Batch:
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., :length]
         return torch.einsum("hnl,lhd->nhd", weights, value).reshape(count, -1)
+
+    def scratch(self, config: DecodeConfig, queries: int = 1) -> DecodeScratch:
+        """Return scratch memory for decode attention of these rows."""
+        heads = self.shape.heads, self.shape.kv_heads, self.shape.dim
+        return DecodeScratch(*heads, len(self.seq_lens), self.q.device, config, queries)
 
     def plan(self, tile: int, tokens: int, window: int, queries: int = 1) -> tuple[Tensor, Tensor]:
         """Return the two lists of tile ends, and check that the rest is not written."""

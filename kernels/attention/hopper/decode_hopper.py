@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention.hopper.rows_of_cache import is_readable
+from sidestep.kernels.attention.hopper.rows_of_cache import CacheForm, is_readable
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.gpu import is_hopper
@@ -33,17 +33,9 @@ _SHARED, _BESIDE = 226 << 10, 2 << 10
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(CacheForm):
     """A form of the kernel, which is compiled for it."""
 
-    dtype: torch.dtype
-    dim: int
-    group: int
-    """Query heads of a KV head."""
-    box: int
-    """Keys that certainly lie in one block of the cache."""
-    window: int
-    sinks: bool
     next_early: bool
 
     @property
@@ -119,19 +111,10 @@ class HopperScratch:
 
     @classmethod
     def of(
-        cls,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        max_rows: int,
-        device: torch.device,
-        tile: int,
+        cls, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
     ) -> HopperScratch | None:
-        """Return scratch memory, or None for heads or a device that the kernel does not take.
-
-        tile: keys of a tile of the plan.
-        """
-        heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS and tile == TILE
+        """Return scratch memory, or None for heads or a device that the kernel does not take."""
+        heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS
         if not heads or not is_hopper(device) or num_kv_heads > num_processors(device):
             return None
         return cls(num_heads, num_kv_heads, head_dim, max_rows, device)
@@ -144,17 +127,8 @@ def takes(cache: Tensor, dtype: torch.dtype) -> bool:
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    defines: dict[str, int | str] = {
-        "DIM": form.dim,
-        "GROUP": form.group,
-        "BOX": form.box,
-        "STAGES": form.stages,
-        "WINDOW": form.window,
-        "SINKS": int(form.sinks),
-        "HALF": int(form.dtype == torch.float16),
-        "NEXT_EARLY": int(form.next_early),
-    }
-    return cubin("decode_attention", defines, {})
+    more = {"STAGES": form.stages, "NEXT_EARLY": int(form.next_early)}
+    return cubin("decode_attention", form.options | more, {})
 
 
 def _kernel(file: Path, form: Form) -> Kernel:

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention.hopper.rows_of_cache import is_readable, rows_of
+from sidestep.kernels.attention.hopper.rows_of_cache import CacheForm, is_readable, rows_of
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
 from sidestep.kernels.cuda.tile_maps import box_map, tile_map
-from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.launch_order import check_early_reads
 
@@ -34,17 +34,8 @@ _SHARED = 224 << 10
 
 
 @dataclass(frozen=True)
-class Form:
+class Form(CacheForm):
     """A form of the kernel, which is compiled for it."""
-
-    dtype: torch.dtype
-    dim: int
-    group: int
-    """Query heads of a KV head."""
-    box: int
-    """Keys that certainly lie in one block of the cache."""
-    window: int
-    sinks: bool
 
     @property
     def kv_stages(self) -> int:
@@ -86,23 +77,13 @@ def _counter(device: torch.device) -> Tensor:
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    half = form.dtype == torch.float16
-    defines: dict[str, int | str] = {
-        "DIM": form.dim,
-        "GROUP": form.group,
-        "BOX": form.box,
-        "Q_STAGES": _Q_STAGES,
-        "KV_STAGES": form.kv_stages,
-        "WINDOW": form.window,
-        "SINKS": int(form.sinks),
-        "HALF": int(half),
-    }
-    kind = "f16" if half else "bf16"
+    more = {"Q_STAGES": _Q_STAGES, "KV_STAGES": form.kv_stages}
+    kind = kind_of(form.dtype)
     instructions = {
         "scores.cuh": wgmma_source(KEYS, kind, 16),
         "values.cuh": wgmma_source(form.dim, kind, 16, registers=True, by_input=True),
     }
-    return cubin("prefill_attention", defines, instructions)
+    return cubin("prefill_attention", form.options | more, instructions)
 
 
 def _kernel(file: Path, form: Form) -> Kernel:

@@ -1,6 +1,8 @@
-"""The cache as the copy engine reads it: rows of a head's numbers, one behind the other."""
+"""The cache as kernels for Hopper read it, and what each of them is compiled for."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +13,32 @@ from sidestep.kernels.gpu import is_hopper
 
 LEAST_PAGE = 16
 """Tokens of which a block of the cache has a multiple, so that a box lies in one."""
+
+
+@dataclass(frozen=True)
+class CacheForm:
+    """A form of such a kernel."""
+
+    dtype: torch.dtype
+    dim: int
+    group: int
+    """Query heads of a KV head."""
+    box: int
+    """Keys that certainly lie in one block of the cache."""
+    window: int
+    sinks: bool
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """Options of the compiler."""
+        return {
+            "DIM": self.dim,
+            "GROUP": self.group,
+            "BOX": self.box,
+            "WINDOW": self.window,
+            "SINKS": int(self.sinks),
+            "HALF": int(self.dtype == torch.float16),
+        }
 
 
 def is_readable(cache: Tensor, dtype: torch.dtype, dims: tuple[int, ...]) -> bool:

@@ -36,8 +36,6 @@ class SortedConfig:
 
     columns: int
     """Outputs of a program; of gate and up, each."""
-    step_bytes: int = 128
-    """Bytes of the pairs' inputs in a step."""
     warps: int = 4
     stages: int = 3
     swapped: bool = False

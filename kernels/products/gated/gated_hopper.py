@@ -15,7 +15,7 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import can_be_tiled, tile_map
-from sidestep.kernels.cuda.wgmma_source import wgmma_source
+from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
 from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, num_processors
 
@@ -37,7 +37,7 @@ def compiled(dtype: torch.dtype) -> Path:
     """Return the file of the machine code for numbers of this type."""
     half = dtype == torch.float16
     defines = {"W_STAGES": _W_STAGES, "X_STAGES": _X_STAGES, "HALF": int(half)}
-    instruction = wgmma_source(_COLUMNS, "f16" if half else "bf16", 16)
+    instruction = wgmma_source(_COLUMNS, kind_of(dtype), 16)
     return cubin("gated_product", defines, {"wgmma.cuh": instruction})
 
 

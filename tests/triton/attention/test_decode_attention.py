@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention import decode_attention_triton
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention import decode_scratch
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from tests.triton.attention.projections import check_projections
 from tests.triton.batches import (
     SCORES,
@@ -51,16 +52,12 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
     def make(batch: Batch, parts: int, tile: int = 16, min_tiles: int = 1) -> DecodeScratch:
         shape = batch.shape
-        monkeypatch.setattr(
-            decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads
-        )
+        monkeypatch.setattr(decode_scratch, "num_processors", lambda device: parts * shape.kv_heads)
         config = DecodeConfig(
             tile=tile, num_warps=4, num_stages=2, programs_per_processor=1, min_tiles=min_tiles
         )
         with PoisonedAllocations():
-            return DecodeScratch(
-                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
-            )
+            return batch.scratch(config)
 
     return make
 
@@ -388,9 +385,7 @@ def test_shapes_of_models_as_shipped(shape: Shape, window: int, dtype: torch.dty
     ):
         batch = make_batch(shape, lengths, dtype)
         with PoisonedAllocations():
-            scratch = DecodeScratch(
-                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
-            )
+            scratch = batch.scratch(config)
         check(batch, scratch, window)
         assert same(launch(batch, scratch, window), launch(batch, scratch, window))
         for with_norms in (False, True):

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sidestep.kernels.attention import decode_attention_triton
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention import decode_attention_triton, decode_scratch
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.launch import has_pdl
 from tests.triton.attention.coded_cache import coded
@@ -53,19 +53,10 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
     ) -> None:
         batch, cache = coded(batch, name)
         shape = batch.shape
-        monkeypatch.setattr(
-            decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads
-        )
+        monkeypatch.setattr(decode_scratch, "num_processors", lambda device: parts * shape.kv_heads)
         monkeypatch.setattr(decode_attention_triton, "_decode", None)
         with PoisonedAllocations():
-            scratch = DecodeScratch(
-                shape.heads,
-                shape.kv_heads,
-                shape.dim,
-                len(batch.seq_lens),
-                DEVICE,
-                replace(config, programs_per_processor=1),
-            )
+            scratch = batch.scratch(replace(config, programs_per_processor=1))
         ends, _ = batch.plan(config.tile, 16, window)
         for _ in range(launches):
             out = batch.new_out()

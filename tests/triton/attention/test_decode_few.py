@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from sidestep.kernels.attention import decode_attention_triton, decode_few
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch
 from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig, few_config
 from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.launch import has_pdl
@@ -49,9 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
         few = FewConfig(tile, stages, programs_per_processor=1, min_tiles=min_tiles)
         config = DecodeConfig(tile=16, programs_per_processor=1, few=few)
         with PoisonedAllocations():
-            scratch = DecodeScratch(
-                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
-            )
+            scratch = batch.scratch(config)
         assert scratch.few is not None
         for _ in range(launches):
             check_projections(batch, scratch, window, with_norms=with_norms)

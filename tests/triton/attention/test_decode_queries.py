@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.attention import decode_attention_triton
+from sidestep.kernels.attention import decode_scratch
 from sidestep.kernels.attention.decode_attention_triton import (
-    MOST_QUERIES,
-    DecodeScratch,
     decode_attention,
 )
 from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.decode_scratch import MOST_QUERIES, DecodeScratch
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.ops.paged_attention import causal_mask
 from sidestep.kernels.ops.paged_attention import prefill_attention as reference_attention
@@ -54,16 +53,12 @@ def scratch_for(monkeypatch: pytest.MonkeyPatch) -> MakeScratch:
 
     def make(batch: Batch, parts: int, queries: int, tile: int = 16) -> DecodeScratch:
         shape = batch.shape
-        monkeypatch.setattr(
-            decode_attention_triton, "num_processors", lambda device: parts * shape.kv_heads
-        )
+        monkeypatch.setattr(decode_scratch, "num_processors", lambda device: parts * shape.kv_heads)
         config = DecodeConfig(
             tile, 4, 2, programs_per_processor=1, min_tiles=1, min_tiles_of_several=1
         )
         with PoisonedAllocations():
-            return DecodeScratch(
-                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config, queries
-            )
+            return batch.scratch(config, queries)
 
     return make
 
@@ -329,15 +324,7 @@ def test_shapes_of_models_as_shipped(
     ):
         batch = rows_of(queries, shape, lengths, dtype)
         with PoisonedAllocations():
-            scratch = DecodeScratch(
-                shape.heads,
-                shape.kv_heads,
-                shape.dim,
-                len(batch.seq_lens),
-                DEVICE,
-                config,
-                queries,
-            )
+            scratch = batch.scratch(config, queries)
         check(batch, scratch, queries, window)
         assert same(
             launch(batch, scratch, queries, window), launch(batch, scratch, queries, window)

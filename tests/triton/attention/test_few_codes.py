@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sidestep.kernels.attention import decode_attention_triton, decode_few
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.few_sums_gluon import ABSENT
 from sidestep.kernels.launch import has_pdl
 from tests.triton.attention.coded_cache import coded, stored
@@ -63,9 +64,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
         few = FewConfig(stages=stages, programs_per_processor=1, min_tiles=min_tiles)
         config = DecodeConfig(tile=16, programs_per_processor=1, few=few)
         with PoisonedAllocations():
-            scratch = DecodeScratch(
-                shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config
-            )
+            scratch = batch.scratch(config)
         scales = None
         if given:
             scales = torch.zeros(2 * shape.kv_heads, dtype=torch.float16, device=DEVICE)

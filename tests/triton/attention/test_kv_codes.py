@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.prefill_attention_triton import PrefillConfig, prefill_attention
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.ops.kv_quantization import dequantize, quantize
@@ -39,9 +40,7 @@ def check(batch: Batch, name: str, window: int = 0, queries: int = 1) -> None:
     shape, out = batch.shape, batch.new_out()
     config = DecodeConfig(tile=16, num_warps=4, num_stages=2, programs_per_processor=1, min_tiles=1)
     tiles = PrefillConfig(rows=16, keys=16, num_warps=4, num_stages=2)
-    scratch = DecodeScratch(
-        shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, config, queries
-    )
+    scratch = batch.scratch(config, queries)
     common = batch.block_tables, batch.slots, batch.seq_lens
     more = {
         "num_heads": shape.heads,

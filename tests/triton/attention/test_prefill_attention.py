@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch, decode_attention
+from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.prefill_attention_triton import (
     PrefillConfig,
     prefill_attention,
@@ -277,9 +278,7 @@ def test_a_mixed_step_as_shipped(shape: Shape) -> None:
     rows = [(n, 1) for n in values.integers(1, 2500, 50)] + [(300, 500), (0, 64), (9, 1)]
     batch, window = chunks(shape, rows, num_decode=50), 0
     tiles, decode = prefill_config(shape.dim, 2), decode_config(shape.dim, 2, shape.heads)
-    scratch = DecodeScratch(
-        shape.heads, shape.kv_heads, shape.dim, len(batch.seq_lens), DEVICE, decode
-    )
+    scratch = batch.scratch(decode)
     decode_ends, prefill_ends = batch.plan(decode.tile, tiles.tokens(shape.group), window)
     out, scale = batch.new_out(), shape.dim**-0.5
     common = (batch.q, batch.cache, batch.block_tables, batch.slots, batch.seq_lens)

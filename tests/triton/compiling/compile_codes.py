@@ -12,6 +12,7 @@ from sidestep.kernels.attention import (
 )
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
 from sidestep.kernels.attention.decode_codes import takes_codes
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.gpu import gpu_of
 from tests.triton.compiling.compile_few import Heads, launch_few
 from tests.triton.compiling.meta_tensors import TOKENS, bf16, f32, i32, u8
@@ -61,7 +62,7 @@ def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
             queries,
             bytes_of_codes=cache.format != "int4",
         )
-        scratch = decode_attention_triton.DecodeScratch(
+        scratch = DecodeScratch(
             model.heads, model.kv_heads, model.dim, _ROWS, q.device, config, queries
         )
         decode_attention_triton.decode_attention(

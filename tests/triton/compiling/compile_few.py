@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sidestep.kernels.attention import decode_attention_triton, decode_config
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.compiling.meta_tensors import bf16, f32, i32
 
@@ -59,9 +60,7 @@ def _launch(
         bytes_of_codes=coded,
         coded_products=coded_products,
     )
-    scratch = decode_attention_triton.DecodeScratch(
-        model.heads, model.kv_heads, model.dim, 16, q.device, config
-    )
+    scratch = DecodeScratch(model.heads, model.kv_heads, model.dim, 16, q.device, config)
     if scratch.few is None or not scratch.few.takes(16, page):
         return
     work, tables, rows = scratch.few.new_work(16), i32(_SLOTS, 600), i32(16)

@@ -35,6 +35,7 @@ from sidestep.kernels.attention import (
     prefill_attention_triton,
     qkv_rope_triton,
 )
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu, is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
@@ -241,9 +242,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
     tables, rows, starts = i32(SLOTS, 600), i32(ROWS), i32(ROWS + 1)
     decode = decode_config.decode_config(model.dim, 2, model.heads)
     prefill = prefill_attention_triton.prefill_config(model.dim, 2)
-    scratch = decode_attention_triton.DecodeScratch(
-        model.heads, model.kv_heads, model.dim, ROWS, q.device, decode, QUERIES
-    )
+    scratch = DecodeScratch(model.heads, model.kv_heads, model.dim, ROWS, q.device, decode, QUERIES)
     attention_plan_triton.plan_attention(
         rows,
         starts,

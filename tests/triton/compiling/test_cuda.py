@@ -75,40 +75,37 @@ def test_codes_have_enough_registers(
     assert stack_of(clustered_codes.compiled(form)) <= 16
 
 
+PROMPTS = ((128, 1), (128, 4), (128, 7), (64, 8), (64, 1))
+DECODES = ((128, 1), (128, 8), (128, 16), (64, 8), (256, 8))
+"""Sizes of heads, and query heads of a KV head."""
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("box", "window", "sinks"), [(64, 0, False), (16, 4096, False), (32, 128, True)]
+    ("largest", "window", "sinks"), [(True, 0, False), (False, 4096, False), (True, 128, True)]
 )
-@pytest.mark.parametrize(("dim", "group"), [(128, 1), (128, 4), (128, 7), (64, 8), (64, 1)])
-def test_attention_of_prompts_has_enough_registers(
+@pytest.mark.parametrize(
+    ("of_prompts", "dim", "group"),
+    [(True, *heads) for heads in PROMPTS] + [(False, *heads) for heads in DECODES],
+)
+def test_attention_has_enough_registers(
+    of_prompts: bool,
     dim: int,
     group: int,
-    box: int,
+    largest: bool,
     window: int,
     sinks: bool,
     dtype: torch.dtype,
     stack_of: Callable[[Path], int],
 ) -> None:
-    form = prefill_hopper.Form(dtype, dim, group, box, window, sinks)
-    assert stack_of(prefill_hopper.compiled(form)) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    ("box", "window", "sinks"), [(32, 0, False), (16, 4096, False), (32, 128, True)]
-)
-@pytest.mark.parametrize(("dim", "group"), [(128, 1), (128, 8), (128, 16), (64, 8), (256, 8)])
-def test_attention_of_decodes_has_enough_registers(
-    dim: int,
-    group: int,
-    box: int,
-    window: int,
-    sinks: bool,
-    dtype: torch.dtype,
-    stack_of: Callable[[Path], int],
-) -> None:
-    form = decode_hopper.Form(dtype, dim, group, box, window, sinks, True)
-    assert stack_of(decode_hopper.compiled(form)) == 0
+    heads, rest = (dtype, dim, group), (window, sinks)
+    if of_prompts:
+        prompt = prefill_hopper.Form(*heads, prefill_hopper.KEYS if largest else 16, *rest)
+        file = prefill_hopper.compiled(prompt)
+    else:
+        form = decode_hopper.Form(*heads, decode_hopper.TILE if largest else 16, *rest, True)
+        file = decode_hopper.compiled(form)
+    assert stack_of(file) == 0
 
 
 @pytest.mark.parametrize("pairs", [16, 32, 48, 64])

@@ -13,6 +13,7 @@ from sidestep.kernels import gpu
 from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.experts import experts_triton
 from sidestep.kernels.experts.clustered_pairs import PAIRS, multiply_many, takes
+from sidestep.kernels.experts.common.cuda_options import Activation
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import SortedConfigs, StreamConfigs
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
@@ -34,7 +35,6 @@ from tests.triton.support import (
 )
 
 needs_compiler = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
-Activation = tuple[bool, float | None, float | None]
 SILU: Activation = (False, None, None)
 TILES = [PAIRS, 16, 48, 64]
 """Pairs of a tile; clusters take the first, and with the others matrices stream by."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from sidestep.kernels.attention import decode_attention_triton
-from sidestep.kernels.attention.decode_attention_triton import DecodeScratch
 from sidestep.kernels.attention.decode_config import DecodeConfig
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import decode_hopper
 from tests.triton.attention.test_decode_attention import check, launch
 from tests.triton.batches import Batch, Shape, make_batch, with_scores, without_padding
-from tests.triton.support import DEVICE, DTYPE, PoisonedAllocations, needs_hopper, poisoned, same
+from tests.triton.support import DTYPE, PoisonedAllocations, needs_hopper, poisoned, same
 
 HALVES = [torch.bfloat16, torch.float16]
 pytestmark = needs_hopper
@@ -34,14 +34,7 @@ def scratch_of(batch: Batch, parts: int | None = None) -> DecodeScratch:
     """Return poisoned scratch memory, for shares of as many blocks a head, or of the whole GPU."""
     shape = batch.shape
     with PoisonedAllocations():
-        scratch = DecodeScratch(
-            shape.heads,
-            shape.kv_heads,
-            shape.dim,
-            len(batch.seq_lens),
-            DEVICE,
-            DecodeConfig(tile=decode_hopper.TILE, min_tiles=1),
-        )
+        scratch = batch.scratch(DecodeConfig(tile=decode_hopper.TILE, min_tiles=1))
     assert scratch.hopper is not None and decode_hopper.takes(batch.cache, batch.cache.dtype)
     if parts is not None:
         scratch.hopper.blocks = parts * shape.kv_heads
