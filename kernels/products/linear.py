@@ -74,8 +74,8 @@ def _gated_product(x: Tensor | Stream, weight: Tensor) -> Tensor | None:
     hidden = x.hidden if isinstance(x, Stream) else x
     if not on_gpu(hidden) or hidden.dtype not in _HALF:
         return None
-    from sidestep.kernels.products.gated import gated_hopper
     from sidestep.kernels.products.gated.gated_gemm_triton import choose, gated_gemm
+    from sidestep.kernels.products.hopper import gated_hopper
 
     if gated_hopper.suits(hidden, weight):
         return gated_hopper.gated_product(normed(x), weight)

@@ -1,7 +1,7 @@
 """Sizes for which the gated product is faster than the library's product and its activation.
 
 The kernel is gated_gemm_triton.py. `benchmarks/kernels/gpu_kernels.py --only gated --tune` measures
-and prints entries. Many rows on a Hopper GPU have another kernel (gated_hopper.py).
+and prints entries. Many rows on a Hopper GPU have another kernel (hopper/gated_hopper.py).
 
 The keys are (outputs of each half, inputs) of a matrix. An entry holds a largest number of rows, in
 rising order, and the fields of a GatedConfig, or None where the library is faster. The library is

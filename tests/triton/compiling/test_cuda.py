@@ -18,7 +18,7 @@ from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
 from sidestep.kernels.experts import clustered_pairs, streamed_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
-from sidestep.kernels.products.gated import gated_hopper
+from sidestep.kernels.products.hopper import gated_hopper
 from sidestep.kernels.quantized import clustered_codes
 
 pytestmark = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")

@@ -9,8 +9,8 @@ import torch
 
 from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.gpu import Gpu, like_gpu
-from sidestep.kernels.products.gated import gated_hopper
-from sidestep.kernels.products.gated.gated_hopper import gated_product, suits
+from sidestep.kernels.products.hopper import gated_hopper
+from sidestep.kernels.products.hopper.gated_hopper import gated_product, suits
 from sidestep.kernels.products.linear import gated_linear
 from tests.triton.products.test_gated_gemm import exact
 from tests.triton.support import (
