@@ -27,10 +27,10 @@ from benchmarks.kernels.gpu_compilation import in_processes
 from benchmarks.kernels.gpu_layers import Layers
 from benchmarks.kernels.gpu_models import MODELS, Model
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Ceilings, relative_error
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, FewConfig, decode_config
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
-from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
 
 WIDE_GROUP = Model("Qwen3-30B-A3B-like", 2048, 32, 4, 6144, 151936, 48, 12, head_norms=True)

@@ -48,6 +48,7 @@ from benchmarks.kernels.gpu_timing import (
     microseconds,
 )
 from benchmarks.kernels.gpu_tuning import tune_layer, write_products
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_config import config_of
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
@@ -242,7 +243,12 @@ def small_kernels(model: Model, rows: int) -> dict[str, tuple[int, float]]:
             microseconds(
                 [
                     lambda q=q: qkv_rope(
-                        q, slot_mapping, slot_mapping, cos, sin, norms, 1e-6, cache, model.heads
+                        q,
+                        slot_mapping,
+                        slot_mapping,
+                        Rope(cos, sin, norms, 1e-6),
+                        cache,
+                        model.heads,
                     )
                     for q in qkvs
                 ]

@@ -15,10 +15,11 @@ from torch import Tensor
 from benchmarks.kernels.gpu_attention import Paged
 from benchmarks.kernels.gpu_models import Model
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, microseconds
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig, config_of
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
-from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
 from sidestep.kernels.products.linear import add_linear, gated_linear, linear
 from sidestep.kernels.products.own_linear import Config, add_own_linear, own_linear
@@ -101,17 +102,7 @@ class Layers:
         out = qkv.new_empty(self.rows, m.heads * m.head_dim)
         rope: Rope | None = self.rope
         if self.rows > 16:  # as executor/attention/triton_backend.py does
-            qkv_rope(
-                qkv,
-                self.positions,
-                self.positions,
-                self.rope.cos,
-                self.rope.sin,
-                self.rope.norms,
-                self.rope.eps,
-                cache,
-                m.heads,
-            )
+            qkv_rope(qkv, self.positions, self.positions, self.rope, cache, m.heads)
             rope = None
         decode_attention(
             qkv,

@@ -20,7 +20,7 @@ from sidestep.ipc.model.cache_groups import LayerPlace
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.transport.step import Int32
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import Product
 
 Norms = tuple[Tensor, Tensor]
 """Weights [D] of the norms of each head's queries and keys."""
@@ -233,7 +233,7 @@ class AttentionBackend(abc.ABC):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,

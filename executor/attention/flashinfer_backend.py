@@ -25,8 +25,9 @@ from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, N
 from sidestep.executor.runner.input_batch import HostBatch
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
-from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
+from sidestep.kernels.unfinished_product import Product, finished
 
 _LAYOUT = "HND"
 """FlashInfer's name of the cache's layout."""
@@ -89,13 +90,13 @@ class FlashInferAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values to the cache, then attend: decode rows, then the others."""
-        qkv = scaled(qkv)
+        qkv = finished(qkv)
         assert sinks is None, "models with sinks are refused at the start"
         assert kv_scales is None, "codes are refused at the start"
         shape, setup, rows = self._shape, self._setup, self._num_decode
@@ -108,10 +109,7 @@ class FlashInferAttention(AttentionBackend):
             qkv,
             batch.positions,
             batch.slot_mapping[group],
-            table.cos,
-            table.sin,
-            norms,
-            setup.norm_eps,
+            Rope(table.cos, table.sin, norms, setup.norm_eps),
             cache.flatten(1, 2),
             shape.num_heads,
         )

@@ -21,7 +21,7 @@ from sidestep.executor.attention.base import (
 )
 from sidestep.executor.attention.kv_memory import KvMemory
 from sidestep.executor.attention.scaled_queries import open_scaled
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import Product
 
 
 def open_attention(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
@@ -59,7 +59,7 @@ class MixedShapes(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,

@@ -25,7 +25,7 @@ from sidestep.executor.attention.base import (
 )
 from sidestep.kernels.native.library import NoLibraryError, address, library_of
 from sidestep.kernels.native.tape import empty, launch
-from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
+from sidestep.kernels.unfinished_product import Product, finished
 
 MOST_DIM, MOST_BLOCK = 512, 256
 """Largest head, and largest block, that the kernel takes."""
@@ -156,13 +156,13 @@ class NativeAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Launch a layer's attention."""
-        qkv = scaled(qkv)
+        qkv = finished(qkv)
         assert kv_scales is None, "codes are refused at the start"
         shape, known = self._shape, self._layers[layer]
         out = empty((len(qkv), shape.num_heads * shape.head_dim), qkv.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
-from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
+from sidestep.kernels.unfinished_product import Product, finished
 
 
 def open_scaled(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
@@ -44,13 +44,13 @@ class ScaledQueries(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Scale the queries, and attend."""
-        qkv = scaled(qkv)
+        qkv = finished(qkv)
         factors = self._factors[self._shape.table(layer)]
         if factors is not None:
             assert norms is None, "a norm would undo the factor"

@@ -33,7 +33,7 @@ from sidestep.kernels.ops.paged_attention import (
 )
 from sidestep.kernels.ops.rms_norm import rms_norm
 from sidestep.kernels.ops.rotary import apply_rotary
-from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
+from sidestep.kernels.unfinished_product import Product, finished
 
 _COPY_LIMIT = 1 << 30
 """Bytes, in all layers, up to which the gathered copy is kept, unless the whole cache is
@@ -131,13 +131,13 @@ class TorchAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Norm and rotate queries and keys, then write the cache and attend."""
-        qkv = scaled(qkv)
+        qkv = finished(qkv)
         heads, kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         by_head = qkv.view(len(qkv), -1, self._shape.head_dim)
         if norms is not None:

@@ -24,16 +24,22 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.attention.decode_config import config_of
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
-from sidestep.kernels.attention.hopper import prefill_hopper
+from sidestep.kernels.attention.hopper import prefill_hopper, roped_product
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
-from sidestep.kernels.attention.qkv_rope_triton import Rope, qkv_rope
+from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import next_power_of_2
-from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
+from sidestep.kernels.unfinished_product import (
+    PendingProduct,
+    Product,
+    finished,
+    without_scales,
+)
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
@@ -190,7 +196,7 @@ class TritonAttention(AttentionBackend):
     def attend(
         self,
         layer: int,
-        qkv: Tensor | UnscaledProduct,
+        qkv: Product,
         norms: Norms | None,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
@@ -201,34 +207,41 @@ class TritonAttention(AttentionBackend):
         rows = step.rows
         table = setup.rotary[shape.table(layer)]
         rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
-        product = without_scales(qkv)
-        out = product.new_empty(product.shape[0], shape.num_heads * shape.head_dim)
         # Several queries of a row attend to one another's keys, so all keys are written before. But
         # for few rows, codes are written before too: a query attends to them as they are read.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
-        few = one_each and product is qkv and product.shape[0] <= _FEW_ROWS
+        few = one_each and isinstance(qkv, Tensor) and len(qkv) <= _FEW_ROWS
         if few and self._writes_as_it_attends(step, layer):
-            self._attend_decodes(step, layer, product, out, rope, sinks, kv_scales)
+            assert isinstance(qkv, Tensor)
+            out = self._room(qkv)
+            self._attend_decodes(step, layer, qkv, out, rope, sinks, kv_scales)
             return out
-        qkv_rope(
-            qkv,
-            step.batch.positions,
-            step.batch.slot_mapping[shape.place(layer).group],
-            rope.cos,
-            rope.sin,
-            norms,
-            rope.eps,
-            self._written[layer],
-            shape.num_heads,
-            kv_scales,
-        )
+        queries = self._write(step, layer, qkv, rope, kv_scales)
+        out = self._room(queries)
         if rows.max_prompt_rows == 0:
-            self._attend_decodes(step, layer, product, out, None, sinks)
+            self._attend_decodes(step, layer, queries, out, None, sinks)
         elif rows.max_decode_rows == 0:
-            self._attend_prompts(step, layer, product, out, sinks)
+            self._attend_prompts(step, layer, queries, out, sinks)
         else:
-            self._attend_both(step, layer, product, out, sinks)
+            self._attend_both(step, layer, queries, out, sinks)
         return out
+
+    def _room(self, queries: Tensor) -> Tensor:
+        """Return memory for the attended heads of these tokens."""
+        return queries.new_empty(len(queries), self._shape.num_heads * self._shape.head_dim)
+
+    def _write(
+        self, step: _Step, layer: int, qkv: Product, rope: Rope, kv_scales: Tensor | None
+    ) -> Tensor:
+        """Write a layer's keys and values; return the queries, rotated, in the first columns."""
+        shape, cache = self._shape, self._written[layer]
+        tokens = step.batch.positions, step.batch.slot_mapping[shape.place(layer).group]
+        if isinstance(qkv, PendingProduct):
+            if isinstance(cache, Tensor) and roped_product.takes(qkv, rope, cache):
+                return roped_product.project(qkv, *tokens, rope, cache, shape.num_heads)
+            qkv = finished(qkv)
+        qkv_rope(qkv, *tokens, rope, cache, shape.num_heads, kv_scales)
+        return without_scales(qkv)
 
     def _writes_as_it_attends(self, step: _Step, layer: int) -> bool:
         """Return whether the layer's attention takes projections in a step of one query a row."""

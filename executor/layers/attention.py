@@ -17,7 +17,7 @@ from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, join_columns
 from sidestep.kernels.ops.silu_mul import sigmoid_mul
-from sidestep.kernels.unscaled_product import without_scales
+from sidestep.kernels.unfinished_product import finished
 
 
 def rows_of_heads(heads: range, head_dim: int) -> range:
@@ -164,8 +164,8 @@ class Attention:
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""
-        qkv = self._qkv.unscaled(stream) if self._is_plain else self._qkv(stream)
-        return self._add(stream, without_scales(qkv)[:, : self._width].contiguous())
+        qkv = finished(self._qkv.unfinished(stream)) if self._is_plain else self._qkv(stream)
+        return self._add(stream, qkv[:, : self._width].contiguous())
 
     def __call__(
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
@@ -180,7 +180,7 @@ class Attention:
         """Return the heads' results, [T, H * D]."""
         constants = self._head_norms, self._sinks, self._kv_scales
         if self._is_plain:
-            return attention.attend(layer, self._qkv.unscaled(stream), *constants)
+            return attention.attend(layer, self._qkv.unfinished(stream), *constants)
         qkv = self._with_values(self._qkv(stream))
         for columns, norm in self._row_norms:
             norm(qkv[:, columns])

@@ -9,7 +9,7 @@ from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import Product
 
 
 class CodedGpuMatrix:
@@ -34,11 +34,11 @@ class CodedGpuMatrix:
 
         return coded_linear(x, self._matrix, self._bias, out)
 
-    def unscaled(self, x: Tensor | Stream) -> Tensor | UnscaledProduct:
-        """Return the product, whose scales may be left to its reader."""
-        from sidestep.kernels.products.coded_linear import unscaled_coded_linear
+    def unfinished(self, x: Tensor | Stream) -> Product:
+        """Return the product, or what is left of it to the kernel that reads it next."""
+        from sidestep.kernels.products.coded_linear import unfinished_coded_linear
 
-        return unscaled_coded_linear(x, self._matrix, self._bias)
+        return unfinished_coded_linear(x, self._matrix, self._bias)
 
     def gated(self, x: Tensor | Stream) -> Tensor | GateAndUp:
         """Return silu(gate) * up of the halves of the product, or the halves."""

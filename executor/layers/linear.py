@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from sidestep.executor.layers.coded_gpu_matrix import CodedGpuMatrix
 from sidestep.executor.layers.matrix_products import product_of, stacked
 from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
@@ -18,7 +17,7 @@ from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, WholeNorm, add
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import Product
 
 
 class Linear:
@@ -38,10 +37,9 @@ class Linear:
         """
         return self._product(x, out)
 
-    def unscaled(self, x: Tensor | Stream) -> Tensor | UnscaledProduct:
-        """Return the product, whose scales may be left to the kernel that reads it next."""
-        product = self._product
-        return product.unscaled(x) if isinstance(product, CodedGpuMatrix) else self(x)
+    def unfinished(self, x: Tensor | Stream) -> Product:
+        """Return the product, or what is left of it to the kernel that reads it next."""
+        return self._product.unfinished(x)
 
     def gated(self, x: Tensor | Stream, activation: Activation | ClampedSwiglu = "silu") -> Tensor:
         """Return act(gate) * up of the halves of the product.

@@ -15,8 +15,14 @@ from sidestep.ipc.common.errors import EngineStartError
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
-from sidestep.kernels.products.linear import add_linear, gated_linear, linear
+from sidestep.kernels.products.linear import (
+    add_linear,
+    gated_linear,
+    linear,
+    unfinished_linear,
+)
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack, widened
+from sidestep.kernels.unfinished_product import PendingProduct, Product
 
 
 class MatrixProduct(Protocol):
@@ -28,6 +34,9 @@ class MatrixProduct(Protocol):
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product [T, N]. out: memory for it, on a GPU only."""
+
+    def unfinished(self, x: Tensor | Stream) -> Product:
+        """Return the product, or what is left of it to the kernel that reads it next."""
 
     def gated(self, x: Tensor | Stream) -> Tensor | GateAndUp:
         """Return silu(gate) * up of the halves of the product."""
@@ -90,6 +99,10 @@ class GpuMatrix:
         """Return the product."""
         return linear(x, self._weight, self._bias, out)
 
+    def unfinished(self, x: Tensor | Stream) -> Tensor | PendingProduct:
+        """Return the product, or what it consists of if its reader may compute it."""
+        return unfinished_linear(x, self._weight, self._bias)
+
     def gated(self, x: Tensor | Stream) -> Tensor:
         """Return silu(gate) * up of the halves of the product."""
         return gated_linear(x, self._weight, self._bias)
@@ -117,6 +130,10 @@ class CpuMatrix:
         assert out is None, "a CPU's products choose their memory themselves"
         made = self._product(normed(x))
         return made if self._bias is None else add(made, self._bias)
+
+    def unfinished(self, x: Tensor | Stream) -> Tensor:
+        """Return the product."""
+        return self(x)
 
     def gated(self, x: Tensor | Stream) -> Tensor:
         """Return silu(gate) * up of the halves of the product."""

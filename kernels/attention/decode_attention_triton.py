@@ -27,13 +27,14 @@ from sidestep.kernels.attention.common.kv_codes_triton import (
     parts_of,
     times_scales,
 )
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.common.scores_triton import LOG2_E, bounded
 from sidestep.kernels.attention.decode_codes import decode_codes, takes_codes
 from sidestep.kernels.attention.decode_few import decode_few
 from sidestep.kernels.attention.decode_rows_triton import blocks_of, place_of, row_at, sink_mass
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import decode_hopper
-from sidestep.kernels.attention.qkv_rope_triton import Rope, begin_with_new, turned
+from sidestep.kernels.attention.qkv_rope_triton import begin_with_new, turned
 from sidestep.kernels.launch import next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
 

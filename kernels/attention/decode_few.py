@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_of
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.common.scores_triton import LOG2_E
 from sidestep.kernels.attention.decode_config import FewConfig
 from sidestep.kernels.attention.decode_few_gluon import _decode_few
 from sidestep.kernels.attention.few_plan_triton import COLUMNS, plan_few
 from sidestep.kernels.attention.few_sums_gluon import ABSENT
-from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.launch import num_processors, pdl
 
 MOST_COMBINED = 32

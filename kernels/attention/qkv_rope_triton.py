@@ -7,31 +7,16 @@ are kernels/ops/rms_norm.py and kernels/ops/rotary.py, and kernels/ops/kv_quanti
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_of, store_coded
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.common.scores_triton import bounded
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import reads_early
-from sidestep.kernels.unscaled_product import UnscaledProduct
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Operations between projections and attention: the norms of heads and the rotary embedding.
-
-    cos, sin float32 [positions, D / 2]; norms: weights [D] of queries and keys, None where the
-    model has none.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    norms: tuple[Tensor, Tensor] | None
-    eps: float
+from sidestep.kernels.unfinished_product import UnscaledProduct
 
 
 @triton.jit
@@ -225,10 +210,7 @@ def qkv_rope(
     qkv: Tensor | UnscaledProduct,
     positions: Tensor,
     slot_mapping: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
+    rope: Rope,
     cache: Tensor | CodedCache,
     num_heads: int,
     kv_scales: Tensor | None = None,
@@ -238,10 +220,9 @@ def qkv_rope(
     Where qkv is not scaled yet, its queries are then.
 
     qkv [T, (H + 2 KVH) * D], rows contiguous; positions int32 [T]; slot_mapping int32 [T], block id
-    * block size + offset, or negative for a token that is padding; cos, sin float32 [positions, D /
-    2]; norms: weights [D] of queries and keys; cache [blocks, 2 KVH, block size, D], the keys'
-    heads first, or such a cache of codes; kv_scales float16 [2 KVH]: scales of codes of 8 bits,
-    where they are not 0; None or 0 for a scale of each token.
+    * block size + offset, or negative for a token that is padding; cache [blocks, 2 KVH, block
+    size, D], the keys' heads first, or such a cache of codes; kv_scales float16 [2 KVH]: scales of
+    codes of 8 bits, where they are not 0; None or 0 for a scale of each token.
     """
     _, twice_kv_heads, page, dim = cache.shape
     row_scales, column_scales = None, None
@@ -250,20 +231,20 @@ def qkv_rope(
     tokens, heads = qkv.shape[0], num_heads + twice_kv_heads
     half = next_power_of_2(dim // 2)
     per_program = _heads_of_program(heads, half)
-    q_weight, k_weight = norms if norms is not None else (cos, cos)
+    q_weight, k_weight = rope.norms or (rope.cos, rope.cos)
     memory, numbers, numbers_stride, code_format = parts_of(cache)
     _qkv_rope[(tokens, cdiv(heads, per_program))](
         qkv,
         positions,
         slot_mapping,
-        cos,
-        sin,
+        rope.cos,
+        rope.sin,
         q_weight,
         k_weight,
         memory,
         qkv.stride(0),
         cache.stride(0),
-        eps,
+        rope.eps,
         numbers,
         numbers_stride,
         kv_scales,
@@ -275,7 +256,7 @@ def qkv_rope(
         half,
         per_program,
         page,
-        norms is not None,
+        rope.norms is not None,
         code_format,
         # A thread reads 16 bytes at once.
         num_warps=max(1, min(4, per_program * half // 256)),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native import rows as native
-from sidestep.kernels.unscaled_product import UnscaledProduct, scaled
+from sidestep.kernels.unfinished_product import UnscaledProduct, finished
 
 _SERIAL = 1 << 15
 """Number of elements up to which torch uses a single thread, and which each thread gets at least.
@@ -25,7 +25,7 @@ class GateAndUp(NamedTuple):
 
     def computed(self) -> Tensor:
         """Return the activation, [T, F]."""
-        return silu_mul(scaled(self.both))
+        return silu_mul(finished(self.both))
 
 
 def computed(x: Tensor | GateAndUp) -> Tensor:

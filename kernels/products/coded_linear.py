@@ -18,7 +18,7 @@ from sidestep.kernels.launch import num_processors
 from sidestep.kernels.ops.rms_norm import Begun, QuantizedRows, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
-from sidestep.kernels.products.linear import gated_linear
+from sidestep.kernels.products.linear import gated_linear, unfinished_linear
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS
 from sidestep.kernels.products.scaled_config import ScaledConfig, scaled_config
@@ -40,7 +40,7 @@ from sidestep.kernels.quantized.scaled_library import (
     unscaled_by_library,
 )
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
-from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
+from sidestep.kernels.unfinished_product import Product, UnscaledProduct, without_scales
 
 MAX_ROWS = 64
 _DECODED = 1024
@@ -314,10 +314,15 @@ def _whole(
     """
     if rounded is not None:
         return _scaled(rounded, matrix, bias, out) if suits_library(matrix) else None
-    if _rows_of(x) < (_DECODED_BESIDE if _by_clusters(matrix) else _DECODED):
+    if not _decodes(_rows_of(x), matrix):
         return None
     found = linear(normed(x), _decoded(matrix), bias)
     return found if out is None else out.copy_(found)
+
+
+def _decodes(rows: int, matrix: DeviceMatrix) -> bool:
+    """Return whether W is decoded as a whole for this number of rows, which are not rounded."""
+    return rows >= (_DECODED_BESIDE if _by_clusters(matrix) else _DECODED)
 
 
 def _by_clusters(matrix: DeviceMatrix) -> bool:
@@ -344,13 +349,17 @@ def coded_linear(
     return _linear(x, _rounded(x, matrix), matrix, bias, out)
 
 
-def unscaled_coded_linear(
+def unfinished_coded_linear(
     x: Tensor | Stream, matrix: DeviceMatrix, bias: Tensor | None
-) -> Tensor | UnscaledProduct:
-    """Return x W^T + b, [T, N], whose scales may be left to the kernel that reads it next."""
+) -> Product:
+    """Return x W^T + b, [T, N], or what is left of it to the kernel that reads it next."""
     rounded = _rounded(x, matrix)
     found = _unscaled(rounded, matrix, bias)
-    return found if found is not None else _linear(x, rounded, matrix, bias)
+    if found is not None:
+        return found
+    if rounded is None and _decodes(_rows_of(x), matrix):
+        return unfinished_linear(x, _decoded(matrix), bias)
+    return _linear(x, rounded, matrix, bias)
 
 
 def _linear(

@@ -14,6 +14,7 @@ from torch import Tensor
 from sidestep.kernels.gpu import is_hopper, on_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import silu_mul
+from sidestep.kernels.unfinished_product import PendingProduct
 
 if TYPE_CHECKING:
     from sidestep.kernels.products.own_linear import Config
@@ -100,6 +101,22 @@ def linear(
         if bias is None
         else torch.addmm(bias, normed(x), weight.t(), out=out)
     )
+
+
+def unfinished_linear(
+    x: Tensor | Stream, weight: Tensor, bias: Tensor | None
+) -> Tensor | PendingProduct:
+    """Return x W^T + b, or what it consists of where the kernel that reads it next may compute it.
+
+    It may where the library would multiply: there are many rows.
+    """
+    hidden = x.hidden if isinstance(x, Stream) else x
+    if on_gpu(hidden):
+        from sidestep.kernels.products.hopper import row_products
+
+        if row_products.suits(hidden, weight):
+            return PendingProduct(normed(x), weight, bias)
+    return linear(x, weight, bias)
 
 
 def gated_linear(x: Tensor | Stream, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,7 @@ from sidestep.kernels.ops.silu_mul import GateAndUp
 from sidestep.kernels.quantized.coded_matrix import ROUNDED, Rounded
 from sidestep.kernels.quantized.device_matrix import STEP
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
-from sidestep.kernels.unscaled_product import UnscaledProduct, without_scales
+from sidestep.kernels.unfinished_product import UnscaledProduct, without_scales
 
 _WORD = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;"

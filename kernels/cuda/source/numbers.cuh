@@ -29,6 +29,17 @@ __device__ __forceinline__ float rounded(float value) {
     return widened(packed(value, 0.0f) & 0xFFFF);
 }
 
+// Returns the products of two numbers in a word each, rounded.
+__device__ __forceinline__ u32 multiplied(u32 two, u32 others) {
+    u32 word;
+    if (HALF) {
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    } else {
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    }
+    return word;
+}
+
 // Returns silu(gate), rounded as in kernels/triton/silu_mul_triton.py. gate: is rounded.
 __device__ __forceinline__ float silu(float gate) {
     return rounded(__fdividef(gate, 1.0f + __expf(-gate)));

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_few import FewScratch
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.few_plan_triton import COLUMNS
-from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.batches import Batch, assert_rows_untouched
 from tests.triton.support import (

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.attention import decode_scratch
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import (
     decode_attention,
 )
 from sidestep.kernels.attention.decode_config import DecodeConfig, decode_config
 from sidestep.kernels.attention.decode_scratch import MOST_QUERIES, DecodeScratch
-from sidestep.kernels.attention.qkv_rope_triton import Rope
 from sidestep.kernels.ops.paged_attention import causal_mask
 from sidestep.kernels.ops.paged_attention import prefill_attention as reference_attention
 from tests.triton.batches import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
@@ -131,10 +132,7 @@ def test_written_codes_are_near_the_keys_and_values(
         given,
         int32(positions),
         int32(slots),
-        cos,
-        sin,
-        (weights[0], weights[1]) if with_norms else None,
-        EPS,
+        Rope(cos, sin, (weights[0], weights[1]) if with_norms else None, EPS),
         cache,
         heads,
     )
@@ -203,7 +201,9 @@ def test_given_scales_replace_those_of_tokens(name: str) -> None:
     cache = empty_codes(2, 2 * kv_heads, page, dim, name)
     slots = [3, 17, -1, 20, 0]
     source = qkv.clone().flatten(1)
-    qkv_rope(source, int32(range(tokens)), int32(slots), cos, sin, None, EPS, cache, heads, given)
+    qkv_rope(
+        source, int32(range(tokens)), int32(slots), Rope(cos, sin, None, EPS), cache, heads, given
+    )
     codes, numbers = quantize(qkv[:, heads:], "fp8", given)
     expected = dequantize(codes, numbers, "fp8")
     for token, slot in enumerate(slots):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import UnscaledProduct
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
 from tests.triton.support import (
     DEVICE,
@@ -104,10 +105,7 @@ def check(shape: Shape, dtype: torch.dtype, padding: tuple[int, ...] = (), apart
             UnscaledProduct(qkv, rows, columns) if shape.unscaled else qkv,
             int32(positions),
             int32(slot_mapping),
-            cos,
-            sin,
-            norms if shape.normed else None,
-            EPS,
+            Rope(cos, sin, norms if shape.normed else None, EPS),
             cache,
             shape.heads,
         )
@@ -177,9 +175,7 @@ def test_a_cache_of_more_elements_than_31_bits_count() -> None:
         qkv,
         int32([0]),
         int32([17_000 * 64 - 2]),
-        *rotary_tables(128, POSITIONS),
-        None,
-        EPS,
+        Rope(*rotary_tables(128, POSITIONS), None, EPS),
         cache,
         16,
     )

@@ -11,6 +11,7 @@ from sidestep.kernels.attention import (
     qkv_rope_triton,
 )
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.gpu import gpu_of
@@ -47,10 +48,11 @@ def _launch_format(model: Heads, cache: CodedCache, window: int) -> None:
     table, ids = f32(40_000, model.dim // 2), i32(TOKENS)
     # The choice "fp8" gives scales, with or without a checkpoint's own.
     scales = bf16(2 * model.kv_heads).half() if cache.format.startswith("fp8") else None
-    qkv_rope_triton.qkv_rope(q, ids, ids, table, table, None, 1e-6, cache, model.heads, scales)
+    rope = Rope(table, table, None, 1e-6)
+    qkv_rope_triton.qkv_rope(q, ids, ids, rope, cache, model.heads, scales)
     tiles = 32, 2, 2
     if takes_codes(cache, q.dtype, model.heads, *tiles):
-        launch_few(model, q, cache, qkv_rope_triton.Rope(table, table, None, 1e-6), window, scales)
+        launch_few(model, q, cache, rope, window, scales)
     out, tables = bf16(TOKENS, model.heads * model.dim), i32(_SLOTS, 600)
     rows, starts = i32(_ROWS), i32(_ROWS + 1)
     for queries in (1, _QUERIES):

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sidestep.kernels.attention import decode_attention_triton, decode_config
 from sidestep.kernels.attention.common.kv_codes_triton import CodedCache
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
-from sidestep.kernels.attention.qkv_rope_triton import Rope
 from tests.triton.compiling.meta_tensors import bf16, f32, i32
 
 _SLOTS = 512

@@ -35,6 +35,7 @@ from sidestep.kernels.attention import (
     prefill_attention_triton,
     qkv_rope_triton,
 )
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.compiling import compile_for, compiling_only
 from sidestep.kernels.gpu import Gpu, is_hopper
@@ -229,10 +230,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         bf16(TOKENS, (model.heads + 2 * model.kv_heads) * model.dim),
         i32(TOKENS),
         i32(TOKENS),
-        f32(40_000, model.dim // 2),
-        f32(40_000, model.dim // 2),
-        norms,
-        1e-6,
+        Rope(f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6),
         bf16(BLOCKS, 2 * model.kv_heads, page, model.dim),
         model.heads,
     )
@@ -254,9 +252,7 @@ def launch_attention(model: Model, page: int, window: int) -> None:
         window=window,
         queries=QUERIES,
     )
-    rope = qkv_rope_triton.Rope(
-        f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6
-    )
+    rope = Rope(f32(40_000, model.dim // 2), f32(40_000, model.dim // 2), norms, 1e-6)
     plain, bounded = (None, None), (50.0, f32(model.heads))
     for given, queries, valid_lens, (softcap, sinks) in (
         (rope, 1, None, plain),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from triton import knobs
 
-from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper
+from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper, roped_product
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
@@ -122,6 +122,17 @@ def test_a_gated_product_has_enough_registers(
     dtype: torch.dtype, stack_of: Callable[[Path], int]
 ) -> None:
     assert stack_of(gated_hopper.compiled(dtype)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("dim", roped_product._DIMS)
+def test_roped_products_have_enough_registers(
+    dim: int, norms: bool, bias: bool, dtype: torch.dtype, stack_of: Callable[[Path], int]
+) -> None:
+    form = roped_product.Form(dtype, dim, norms, bias)
+    assert stack_of(roped_product.compiled(form)) <= (192 if bias else 0)
 
 
 def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

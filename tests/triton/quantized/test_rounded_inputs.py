@@ -28,7 +28,7 @@ from sidestep.kernels.quantized.scaled_library import (
     unscaled_by_library,
 )
 from sidestep.kernels.quantized.scaled_product_triton import rounds_inputs, scaled_product
-from sidestep.kernels.unscaled_product import UnscaledProduct
+from sidestep.kernels.unfinished_product import UnscaledProduct
 from tests.triton.quantized.coded_matrices import WHOLE, Form, matrix_of
 from tests.triton.support import (
     DEVICE,

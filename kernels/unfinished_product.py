@@ -1,9 +1,10 @@
-"""A product of codes whose scales are left to the kernel that reads it next."""
+"""Products of which a part is left to the kernel that reads them next, or all of it."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -18,8 +19,24 @@ class UnscaledProduct(NamedTuple):
     """float32 [1, N]: what each column is multiplied with."""
 
 
-def scaled(x: Tensor | UnscaledProduct) -> Tensor:
-    """Return a product with its scales, in its type; return a tensor as it is."""
+class PendingProduct(NamedTuple):
+    """A product of many rows that is still to be computed: x W^T + b, [T, N]."""
+
+    x: Tensor
+    """[T, K]"""
+    weight: Tensor
+    """[N, K]"""
+    bias: Tensor | None
+    """[N]"""
+
+
+Product = Tensor | UnscaledProduct | PendingProduct
+
+
+def finished(x: Product) -> Tensor:
+    """Return a product, computed and with its scales, in its type."""
+    if isinstance(x, PendingProduct):
+        return torch.nn.functional.linear(*x)
     if isinstance(x, UnscaledProduct):
         return (x.product * (x.rows * x.columns)).to(x.product.dtype)
     return x
