@@ -1,7 +1,7 @@
 """The products of experts for many pairs, by clusters of a Hopper GPU's processors.
 
 The kernel is kernels/cuda/source/expert_products.cu. The pairs are sorted by expert
-(sorted_pairs_triton.py). Inner values lie in their sorted order.
+(sorted_pairs.py). Inner values lie in their sorted order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sidestep.kernels.cuda.tile_maps import tile_map
 from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
 from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
-from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.sorted_pairs import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.launch import cdiv, num_processors
 from sidestep.kernels.quantized.device_matrix import STEP

@@ -24,7 +24,7 @@ from sidestep.kernels.experts.common.choice_triton import (
 )
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.experts_config import CodedConfigs
-from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.sorted_pairs import SortedPairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import coded_product
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl

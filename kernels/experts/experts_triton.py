@@ -2,8 +2,8 @@
 
 A pair is a token and one of its experts. For a few pairs, each is multiplied by itself
 (few_pairs_triton.py), or by those of its expert where experts are in codes (coded_few_gluon.py,
-coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs_triton.py). Then
-a tile is multiplied at once: by grouped_pairs_triton.py, or by coded_pairs_triton.py where experts
+coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs.py). Then a
+tile is multiplied at once: by grouped_pairs_triton.py, or by coded_pairs_triton.py where experts
 are in codes. On a Hopper GPU, experts in 16 bits stream by (streamed_pairs.py). For many pairs
 there, clusters of processors do it (clustered_pairs.py). A last kernel adds each token's results.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import SortedConfigs
-from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.sorted_pairs import SortedPairs
 from sidestep.kernels.launch import cdiv, pdl
 
 _STEP_BYTES = 128

@@ -1,7 +1,7 @@
 """Both products of experts in 16 bits for some pairs each, in one kernel of a Hopper GPU.
 
 The kernel is kernels/cuda/source/expert_stream.cu. The pairs are sorted by expert
-(sorted_pairs_triton.py). Reading the experts' matrices takes the time, and never stops between the
+(sorted_pairs.py). Reading the experts' matrices takes the time, and never stops between the
 two products.
 """
 
@@ -21,7 +21,7 @@ from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
 from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import StreamConfigs
-from sidestep.kernels.experts.common.sorted_pairs_triton import SortedPairs
+from sidestep.kernels.experts.common.sorted_pairs import SortedPairs
 from sidestep.kernels.launch import cdiv, num_processors
 
 _ROWS, _STEP_BYTES = 128, 128

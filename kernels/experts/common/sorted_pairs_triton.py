@@ -1,17 +1,13 @@
-"""Sorting of the pairs of a token and an expert by their experts, in Triton; and their sums.
-
-Sorted pairs lie in tiles of one expert. The number of tiles is known on the device alone.
-"""
+"""Sorting of the pairs of a token and an expert by their experts, in Triton; and their sums."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.common.sorted_pairs import SortedPairs, room_for_pairs
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed
@@ -146,44 +142,31 @@ def _combine(
         tl.store(normed + token * D + columns, made, mask=inside)
 
 
-class SortedPairs(NamedTuple):
-    """Pairs in tiles, each of one expert."""
-
-    order: Tensor
-    """int32: the pairs' numbers; those that fill a tile up are the number of pairs."""
-    experts: Tensor
-    """int32: the expert of each tile; the number of experts for tiles that are not needed."""
-    used: Tensor
-    """int32 [1]: the number of tiles that are needed."""
-    progress: Tensor
-    """int32, zeros: a counter, and then one for each tile that is needed."""
-
-
 def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     """Return the pairs sorted by expert, and by number within an expert.
 
     ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile.
     """
+    out = room_for_pairs(ids, num_experts, in_tile)
+    sort_in_triton(ids, num_experts, in_tile, out)
+    return out
+
+
+def sort_in_triton(ids: Tensor, num_experts: int, in_tile: int, out: SortedPairs) -> None:
+    """Write the pairs of ids [T, k] to `out`, as `sort_pairs` returns them."""
     pairs, kind = ids.numel(), pdl(ids)
-    tiles = cdiv(pairs, in_tile) + min(pairs, num_experts)
     shares = min(_SHARES.value, cdiv(pairs, _AT_ONCE))
     share = cdiv(cdiv(pairs, shares), _AT_ONCE) * _AT_ONCE
-    counts, order, experts, used, progress = (
-        torch.empty(size, dtype=torch.int32, device=ids.device)
-        for size in (num_experts * _SHARES.value, tiles * in_tile, tiles, 1, 1 + tiles)
-    )
+    counts = torch.empty(num_experts * _SHARES.value, dtype=torch.int32, device=ids.device)
     grid = num_experts, shares
     _count_pairs[grid](ids, counts, pairs, share, _AT_ONCE, num_warps=4, **kind)
     _place_pairs[grid](
         ids,
         counts,
-        order,
-        experts,
-        used,
-        progress,
+        *out,
         pairs,
         share,
-        tiles,
+        len(out.experts),
         num_experts,
         next_power_of_2(num_experts),
         in_tile,
@@ -192,7 +175,6 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
         num_warps=4,
         **kind,
     )
-    return SortedPairs(order, experts, used, progress)
 
 
 def combine_pairs(
