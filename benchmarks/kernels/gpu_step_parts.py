@@ -44,6 +44,8 @@ _OF_EXPERTS = {
     "_choose_experts": "router",
     "_count_pairs": "experts",
     "_place_pairs": "experts",
+    "count_pairs": "experts",
+    "place_pairs": "experts",
     "_expert_gate_up": "experts",
     "_expert_down": "experts",
     "_few_down": "experts",

@@ -1,4 +1,7 @@
-"""Sorting of the pairs of a token and an expert by their experts, in Triton; and their sums."""
+"""Sorting of the pairs of a token and an expert by their experts; and their sums.
+
+The kernels here are in Triton. On a Hopper GPU, sorted_pairs_hopper.py sorts.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.common import sorted_pairs_hopper
 from sidestep.kernels.experts.common.sorted_pairs import SortedPairs, room_for_pairs
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm, WholeNorm
@@ -148,7 +152,10 @@ def sort_pairs(ids: Tensor, num_experts: int, in_tile: int) -> SortedPairs:
     ids: int32 [T, k]. Pairs with a negative id are left out. in_tile: pairs of a tile.
     """
     out = room_for_pairs(ids, num_experts, in_tile)
-    sort_in_triton(ids, num_experts, in_tile, out)
+    if sorted_pairs_hopper.suits(ids, num_experts):
+        sorted_pairs_hopper.sort_on_hopper(ids, num_experts, in_tile, out)
+    else:
+        sort_in_triton(ids, num_experts, in_tile, out)
     return out
 
 

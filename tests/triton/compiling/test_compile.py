@@ -61,8 +61,6 @@ EXPERTS = {
     "_choose_experts",
     "_expert_gate_up",
     "_expert_down",
-    "_count_pairs",
-    "_place_pairs",
     "_combine",
     "_coded_gate_up",
     "_coded_down",
@@ -72,7 +70,7 @@ REGISTER_EXPERTS = {"_register_gate_up", "_register_down", "_few_down"}
 """Kernels of a few pairs of coded experts, on Hopper and later."""
 SORTED_EXPERTS = {90: {"_quantize_rows"}} if compiles() else {}
 """Kernels of sorted pairs by compute capability; where CUDA C++ multiplies, inputs are rounded."""
-OTHER_SORTED_EXPERTS = {"_grouped_gate_up", "_grouped_down"}
+OTHER_SORTED_EXPERTS = {"_count_pairs", "_place_pairs", "_grouped_gate_up", "_grouped_down"}
 
 
 QUANTIZED = {
