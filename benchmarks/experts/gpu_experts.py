@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.kernels.gpu_timing import DEVICE, DTYPE, Ceilings, Table, attempt, microseconds
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
+from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
     ClusterConfigs,
@@ -42,7 +43,7 @@ from sidestep.kernels.experts.common.experts_config import (
 )
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import decided, route
+from sidestep.kernels.experts.routing_triton import route
 from sidestep.kernels.ops.routing import Choice, Routed
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 

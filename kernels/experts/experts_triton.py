@@ -23,6 +23,7 @@ from torch import Tensor
 from sidestep.kernels.cuda.compiler import compiles
 from sidestep.kernels.cuda.launcher import runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import can_be_tiled
+from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.clustered_pairs import PAIRS, memory_of, multiply_many, takes
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
 from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
@@ -45,7 +46,6 @@ from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, s
 from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
-from sidestep.kernels.experts.routing_triton import decided
 from sidestep.kernels.experts.streamed_pairs import multiply_streamed
 from sidestep.kernels.gpu import gpu_of, is_hopper
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm

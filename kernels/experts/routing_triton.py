@@ -1,28 +1,28 @@
-"""The router of a mixture of experts in Triton: its product in float32, and the choice.
+"""The router of a mixture of experts in Triton: its product in float32.
 
-The product's inputs are shared out among programs. The kernel that chooses adds their parts, always
-in the same order. Where the product before the router has summed the squares of the stream, the
-programs also norm their inputs, so that no kernel of its own does.
+The product's inputs are shared out among programs. The kernel that chooses experts
+(choices_triton.py) adds their parts, always in the same order. For many rows and few experts, a
+program has the whole product and chooses itself. Where the product before the router has summed the
+squares of the stream, the programs also norm their inputs, so that no kernel of its own does.
 
 An expert that takes every token may be one more expert behind the others. Its gate is one more row
 of the router's weights then, and it is the last one of each row's.
-
-The reference of the choice is in kernels/ops/routing.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.choices_triton import choice_options, room_for_choice, write_choice
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
-from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided
 
 _SINGLE_ROWS = 4
 """Tokens up to which each is multiplied by itself, with one expert a program."""
@@ -34,35 +34,8 @@ looped over them, a step of one row waited for the memory 32 times a layer."""
 _TILED_ROWS, _TILE_COLUMNS, _TILE_STEP = 4096, 128, 64
 """Tokens from which programs have more experts and loop over all inputs; their experts, and inputs
 of a step. There are enough programs then, and the parts of their products would be many bytes."""
-_CHOSEN_ROWS = 4
-"""Tokens of a program that chooses experts where there are many: a processor holds 32 programs, and
-64 warps."""
 _ALIGNED = 8
 """Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
-
-
-@triton.jit
-def _of_best_groups(ranked, experts, SIZE: tl.constexpr, GROUPS: tl.constexpr, BEST: tl.constexpr):
-    """Return the scores of the best groups' experts, and -inf for all others."""
-    group_of = experts // SIZE
-    nothing = float("-inf")
-    sums = tl.full(ranked.shape, nothing, tl.float32)
-    for group in range(GROUPS):
-        own = tl.where((group_of == group)[None, :], ranked, nothing)
-        first = tl.max(own, 1)
-        if SIZE > 1:
-            index = tl.min(tl.where(own == first[:, None], experts[None, :], 1 << 30), 1)
-            own = tl.where(experts[None, :] == index[:, None], nothing, own)
-            first += tl.max(own, 1)
-        sums = tl.where((group_of == group)[None, :], first[:, None], sums)
-    kept = tl.full(ranked.shape, nothing, tl.float32)
-    for _ in range(BEST):
-        most = tl.max(sums, 1)
-        index = tl.min(tl.where(sums == most[:, None], experts[None, :], 1 << 30), 1)
-        chosen = group_of[None, :] == (index // SIZE)[:, None]
-        kept = tl.where(chosen, ranked, kept)
-        sums = tl.where(chosen, nothing, sums)
-    return kept
 
 
 @completes("parts")
@@ -117,6 +90,20 @@ def _router_product(
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
+@triton.jit
+def _tile(x, weight, rows, experts, T, D: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr):
+    """Return the whole product of some rows and experts, STEP inputs at a time."""
+    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
+    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
+    acc = tl.zeros([rows.shape[0], experts.shape[0]], tl.float32)
+    for at in range(0, D, STEP):
+        inputs = (at + tl.arange(0, STEP))[None, :]
+        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
+        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    return acc
+
+
 @completes("product")
 @triton.jit(do_not_specialize=["T"])
 def _router_tiles(
@@ -132,22 +119,77 @@ def _router_tiles(
     STEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the whole product of M rows and N experts, STEP inputs at a time."""
+    """Write the whole product of M rows and N experts."""
     rows = tl.program_id(0) * M + tl.arange(0, M)
     experts = tl.program_id(1) * N + tl.arange(0, N)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
-    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
-    acc = tl.zeros([M, N], tl.float32)
-    for at in range(0, D, STEP):
-        inputs = (at + tl.arange(0, STEP))[None, :]
-        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
-        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
-        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    acc = _tile(x, weight, rows, experts, T, D, E, STEP)
     target = product + rows.to(tl.int64)[:, None] * WIDE + experts[None, :]
     tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
+
+
+@completes("ids")
+@triton.jit(do_not_specialize=["T", "first"])
+def _router_choices(
+    x,
+    weight,
+    bias,
+    product_bias,
+    ids,
+    weights,
+    T,
+    first,
+    scale,
+    tiny,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BEST: tl.constexpr,
+    OWN: tl.constexpr,
+    KEPT: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Choose the experts of M rows by the whole product with all experts, of which N has room."""
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = _tile(x, weight, rows, tl.arange(0, N), T, D, E, STEP)
+    write_choice(
+        acc,
+        tl.zeros([M], tl.float32),
+        rows,
+        bias,
+        product_bias,
+        ids,
+        weights,
+        T,
+        first,
+        scale,
+        tiny,
+        E,
+        CHOSEN,
+        SIGMOID,
+        NORMALISED,
+        JOINED,
+        GATED,
+        BIAS,
+        GROUPS,
+        BEST,
+        OWN,
+        KEPT,
+    )
 
 
 @completes("logits")
@@ -194,106 +236,6 @@ def _router_rows(
         tl.store(normed + row * D + steps, value, mask=own)
 
 
-@completes("ids")
-@triton.jit(do_not_specialize=["T", "first"])
-def _choose_experts(
-    parts,
-    bias,
-    product_bias,
-    ids,
-    weights,
-    T,
-    first,
-    scale,
-    tiny,
-    PARTS: tl.constexpr,
-    E: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    JOINED: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BEST: tl.constexpr,
-    OWN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Choose the experts of ROWS rows.
-
-    JOINED: whether a row also has the expert with the number E. GATED: whether the product has a
-    gate of that one behind the experts' logits.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    there = (rows < T)[:, None]
-    experts = tl.arange(0, WIDTH)[None, :]
-    known = experts < E
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    gate = tl.zeros([ROWS], tl.float32)
-    for part in tl.static_range(PARTS):
-        own = parts + (tl.full([], part, tl.int64) * T + rows) * WIDE
-        acc += tl.load(own[:, None] + experts, mask=known & there, other=0.0)
-        if GATED:
-            gate += tl.load(own + E, mask=rows < T, other=0.0)
-    if product_bias is not None:
-        acc += tl.load(product_bias + experts, mask=known, other=0.0)
-    nothing = float("-inf")
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-acc))
-    else:
-        logits = tl.where(known, acc, nothing)
-        powers = tl.exp(logits - tl.max(logits, 1)[:, None])
-        scores = powers / tl.sum(powers, 1)[:, None]
-    ranked = scores
-    if BIAS:
-        ranked += tl.load(bias + experts, mask=known, other=0.0)
-    ranked = tl.where(known, ranked, nothing)
-    if BEST < GROUPS:
-        ranked = _of_best_groups(ranked, tl.arange(0, WIDTH), E // GROUPS, GROUPS, BEST)
-    # A reduction of integers is one instruction. So a score's bits are brought into their order.
-    # Zeros have one sign.
-    bits = (ranked + 0.0).to(tl.int32, bitcast=True)
-    keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    places = tl.arange(0, KEPT)[None, :]
-    kept = tl.zeros([ROWS, KEPT], tl.float32)
-    found = tl.zeros([ROWS, KEPT], tl.int32)
-    total = tl.zeros([ROWS], tl.float32)
-    for place in tl.static_range(CHOSEN):
-        best = tl.max(keys, 1)
-        # A graph's padding may be NaN. It must still name an expert.
-        index = tl.min(tl.where(keys == best[:, None], experts, WIDTH), 1)
-        index = tl.minimum(index, E - 1)[:, None]
-        if BIAS or BEST < GROUPS:
-            score = tl.sum(tl.where(experts == index, scores, 0.0), 1)
-        else:
-            # A score by which an expert is chosen is not negative: its bits are in their order.
-            score = best.to(tl.float32, bitcast=True)
-        total += score
-        kept = tl.where(places == place, score[:, None], kept)
-        found = tl.where(places == place, index, found)
-        keys = tl.where(experts == index, -0x80000000, keys)
-    if NORMALISED:
-        kept = kept / (total[:, None] + tiny)
-    if OWN < E:
-        found -= first
-        found = tl.where((found >= 0) & (found < OWN), found, -1)
-    kept *= scale
-    if JOINED:
-        found = tl.where(places == CHOSEN, E, found)
-        share = 1.0 / (1.0 + tl.exp(-gate))[:, None] if GATED else 1.0
-        kept = tl.where(places == CHOSEN, share, kept)
-    target = rows.to(tl.int64)[:, None] * (CHOSEN + JOINED) + places
-    tl.store(weights + target, kept, mask=there & (places < CHOSEN + JOINED))
-    tl.store(ids + target, found, mask=there & (places < CHOSEN + JOINED))
-
-
 class _Norming(NamedTuple):
     """A norm that is computed with the product."""
 
@@ -316,8 +258,10 @@ def route(
     *,
     joined: Joined | None = None,
     norming: _Norming | None = None,
-) -> Undecided:
+) -> Routed | Undecided:
     """Multiply the rows of x [T, D], contiguous, with the router's weights.
+
+    Choose their experts too where that takes no kernel of its own.
 
     weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
     rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
@@ -326,9 +270,42 @@ def route(
     """
     is_gated = joined is not None and joined.gated
     experts = weight.shape[0] - is_gated
-    parts = _product(x, weight, norming)
     own = range(experts) if own is None else own
+    tiled = norming is None and len(x) >= _TILED_ROWS
+    if tiled and not is_gated and experts <= _TILE_COLUMNS:
+        options = choice_options(choice, experts, bias, own, joined)
+        return _product_and_choice(x, weight, bias, product_bias, options)
+    parts = _product(x, weight, norming)
     return Undecided(parts, experts, choice, bias, product_bias, own, joined)
+
+
+def _product_and_choice(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    product_bias: Tensor | None,
+    options: dict[str, Any],
+) -> Routed:
+    """Return the experts of many rows. options: of the choice."""
+    rows, width = x.shape
+    made = room_for_choice(rows, options["CHOSEN"] + options["JOINED"], x)
+    _router_choices[(cdiv(rows, _MANY_ROWS),)](
+        x,
+        weight,
+        weight if bias is None else bias,
+        product_bias,
+        *made,
+        rows,
+        D=width,
+        M=_MANY_ROWS,
+        N=max(_COLUMNS, next_power_of_2(options["E"])),
+        STEP=_TILE_STEP,
+        num_warps=4,
+        num_stages=4,
+        **options,
+        **pdl(x),
+    )
+    return made
 
 
 def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
@@ -378,46 +355,6 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
     return parts
 
 
-def decided(undecided: Undecided) -> Routed:
-    """Choose the experts of rows."""
-    parts, experts, choice, bias, product_bias, own, joined = undecided
-    num_parts, rows, wide = parts.shape
-    ids = parts.new_empty(rows, undecided.chosen, dtype=torch.int32)
-    routed = Routed(ids, torch.empty_like(ids, dtype=torch.float32))
-    if rows == 0:
-        return routed
-    # Each of a program's warps has a row.
-    at_once = _CHOSEN_ROWS if rows >= _TILED_ROWS else 1
-    _choose_experts[(cdiv(rows, at_once),)](
-        parts,
-        parts if bias is None else bias,
-        product_bias,
-        *routed,
-        rows,
-        own.start,
-        float(choice.scale),
-        TINY,
-        num_parts,
-        experts,
-        wide,
-        choice.num_chosen,
-        choice.sigmoid,
-        choice.normalised,
-        joined is not None,
-        joined is not None and joined.gated,
-        bias is not None,
-        choice.groups,
-        choice.chosen_groups,
-        len(own),
-        next_power_of_2(experts),
-        next_power_of_2(undecided.chosen),
-        at_once,
-        num_warps=at_once,
-        **pdl(parts),
-    )
-    return routed
-
-
 def route_stream(
     stream: Stream,
     weight: Tensor,
@@ -427,8 +364,8 @@ def route_stream(
     product_bias: Tensor | None = None,
     *,
     joined: Joined | None = None,
-) -> tuple[Tensor, Undecided]:
-    """Return the norm of a stream, and its rows' product as `route` does."""
+) -> tuple[Tensor, Routed | Undecided]:
+    """Return the norm of a stream, and what `route` returns for it."""
     router = weight, bias, choice, own, product_bias
     if stream.done is not None or not isinstance(stream.begun, BegunNorm):
         normed = stream.normed()

@@ -109,7 +109,8 @@ class Router:
         return weight, self._bias, self._choice, self._own, self._product_bias
 
     def _chosen_on_gpu(self, x: Tensor, weight: Tensor) -> Routed:
-        from sidestep.kernels.experts.routing_triton import decided, route
+        from sidestep.kernels.experts.choices_triton import decided
+        from sidestep.kernels.experts.routing_triton import route
 
         routed = decided(route(x, *self._how(weight), joined=self._joined))
         return routed if self._expert_scales is None else routed.scaled(self._expert_scales)

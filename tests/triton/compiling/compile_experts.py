@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sidestep.kernels.experts import experts_triton, routing_triton
+from sidestep.kernels.experts import choices_triton, experts_triton, routing_triton
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import CodedConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
@@ -36,7 +36,7 @@ def launch_experts(*_: object) -> None:
         undecided = routing_triton.route_stream(
             stream, bf16(experts + 1, hidden), bias, choice, joined=Joined(gated=True)
         )[1]
-        routing_triton.decided(undecided)
+        choices_triton.decided(undecided)
         few = Stream(
             bf16(1, hidden), RmsNorm(bf16(hidden), 1e-6), BegunNorm(bf16(1, hidden), f32(1, 512))
         )

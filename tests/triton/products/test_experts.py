@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.common.expert_matrix import BLOCK, ExpertMatrix, decode_mxfp4
 from sidestep.kernels.experts.common.sorted_pairs_triton import sort_pairs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.expert_codes_triton import mxfp4_numbers
 from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
-from sidestep.kernels.experts.routing_triton import decided, route, route_stream
+from sidestep.kernels.experts.routing_triton import route, route_stream
 from sidestep.kernels.ops.rms_norm import BegunNorm, NoNorm, RmsNorm, Stream, WholeNorm
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
 from tests.triton.quantized.coded_matrices import guarded_codes
@@ -340,6 +341,7 @@ def test_kernels_of_a_few_pairs_choose_as_the_reference(
     down = ExpertMatrix(values.normal(experts, width, inner, dtype=DTYPE, scale=0.2))
     out = guarded(x)
     undecided = route(x, weight, None, choice, product_bias=bias)
+    assert isinstance(undecided, Undecided)
     with unchanged(x=x, parts=undecided.parts), PoisonedAllocations():
         multiply_experts(x, undecided, gate_up, down, out, add=False, few=True)
     logits = x.double() @ weight.double().T + (0 if bias is None else bias.double())
@@ -383,6 +385,7 @@ def test_the_router_of_prompts() -> None:
     with unchanged(x=x, weight=weight), PoisonedAllocations():
         undecided = route(x, weight, None, choice)
         got = decided(undecided)
+    assert isinstance(undecided, Undecided)
     logits = x.double() @ weight.double().T
     assert_close(undecided.parts.sum(0)[:, :130], logits, ulps=1, float32_ulps=512)
     expected = choose_experts(undecided.parts.sum(0)[:, :130].contiguous(), None, choice)
