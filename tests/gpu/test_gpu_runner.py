@@ -15,7 +15,10 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
+from sidestep.kernels.attention.hopper import roped_product
+from sidestep.kernels.products.hopper import row_products
 from sidestep.kernels.triton import sampling_triton
+from sidestep.kernels.unfinished_product import PendingProduct
 from tests.e2e.models import load_reference, random_prompts, write_model
 from tests.unit.executor.steps import Request, schedule, windows_of
 
@@ -52,12 +55,9 @@ def logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     yield seen
 
 
-@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
-def test_bfloat16_rounds_no_more_than_transformers(
-    family: str, tmp_path: Path, logits: list[torch.Tensor]
-) -> None:
-    """Compare distances from float32 arithmetic on the same weights."""
-    path, prompts = write_model(family, tmp_path), random_prompts(12, VOCAB, longest=40)
+def check_rounding(path: str, logits: list[torch.Tensor]) -> None:
+    """Compare distances from float32 arithmetic on the same weights, in bfloat16."""
+    prompts = random_prompts(12, VOCAB, longest=40)
     to_gpu: Any = PreTrainedModel.cuda  # without types
     theirs, exact = to_gpu(load_reference(path, torch.bfloat16)), to_gpu(load_reference(path))
     with torch.no_grad():
@@ -77,6 +77,42 @@ def test_bfloat16_rounds_no_more_than_transformers(
     assert (torch.cat(ours) - expected).square().mean() < 1.2 * (
         reference - expected
     ).square().mean()
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "mistral-window", "qwen3-tied"])
+def test_bfloat16_rounds_no_more_than_transformers(
+    family: str, tmp_path: Path, logits: list[torch.Tensor]
+) -> None:
+    check_rounding(write_model(family, tmp_path), logits)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
+@pytest.mark.parametrize(
+    ("family", "head_dim"), [("llama-gqa", 64), ("qwen3-tied", 128), ("mistral-window", 128)]
+)
+def test_so_do_products_of_many_rows_that_end_in_more(
+    family: str,
+    head_dim: int,
+    tmp_path: Path,
+    logits: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let them take any number of rows, and tiles that are hardly filled."""
+    monkeypatch.setattr(row_products, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(row_products, "_LEAST_FILLED", 0.0)
+    projected = []
+
+    def recorded(qkv: PendingProduct, *others: Any) -> torch.Tensor:
+        projected.append(len(qkv.x))
+        return project(qkv, *others)
+
+    project = roped_product.project
+    monkeypatch.setattr(roped_product, "project", recorded)
+    check_rounding(write_model(family, tmp_path, head_dim=head_dim), logits)
+    assert sum(projected) >= 12
 
 
 @pytest.mark.parametrize("eager", [False, True])
