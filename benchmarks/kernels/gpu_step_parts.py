@@ -41,7 +41,6 @@ _OF_EXPERTS = {
     "_router_product": "router",
     "_router_rows": "router",
     "_router_tiles": "router",
-    "_router_choices": "router",
     "_choose_experts": "router",
     "_count_pairs": "experts",
     "_place_pairs": "experts",

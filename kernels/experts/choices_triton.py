@@ -5,20 +5,21 @@ The reference is in kernels/ops/routing.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
-from sidestep.kernels.ops.routing import TINY, Choice, Joined, Routed, Undecided
+from sidestep.kernels.ops.routing import TINY, Routed, Undecided
 
 _MANY_ROWS, _TOGETHER = 4096, 4
 """Tokens from which a program chooses for several, and for how many: a processor holds 32 programs,
-and 64 warps."""
+and 64 warps. Each warp has a token."""
+MOST_EXPERTS, STEP = 128, 64
+"""Experts of which a program may have the whole product, and inputs of its steps."""
+_TILE = 32, 64, 4
+"""The least experts of such a program, its tokens and its warps."""
 
 
 @triton.jit
@@ -46,10 +47,26 @@ def _of_best_groups(ranked, experts, SIZE: tl.constexpr, GROUPS: tl.constexpr, B
 
 
 @triton.jit
-def write_choice(
-    acc,
-    gate,
-    rows,
+def whole_product(
+    x, weight, rows, experts, T, D: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr
+):
+    """Return the product of some rows of x and experts' weights, STEP inputs at a time."""
+    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
+    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
+    acc = tl.zeros([rows.shape[0], experts.shape[0]], tl.float32)
+    for at in range(0, D, STEP):
+        inputs = (at + tl.arange(0, STEP))[None, :]
+        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
+        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
+        acc = tl.dot(value, w.T, acc, input_precision="ieee")
+    return acc
+
+
+@completes("ids")
+@triton.jit(do_not_specialize=["T", "first"])
+def _choose_experts(
+    source,
+    weight,
     bias,
     product_bias,
     ids,
@@ -58,7 +75,9 @@ def write_choice(
     first,
     scale,
     tiny,
+    PARTS: tl.constexpr,
     E: tl.constexpr,
+    WIDE: tl.constexpr,
     CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr,
     NORMALISED: tl.constexpr,
@@ -68,17 +87,35 @@ def write_choice(
     GROUPS: tl.constexpr,
     BEST: tl.constexpr,
     OWN: tl.constexpr,
+    WIDTH: tl.constexpr,
     KEPT: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Choose the experts of rows, [R], and write them. acc: the product [R, experts, filled up].
+    """Choose the experts of ROWS rows.
 
-    JOINED: whether a row also has the expert with the number E. GATED: whether it has a gate, [R].
+    source: the parts of the product, [PARTS, T, WIDE]; or with `weight`, inputs [T, WIDE] that are
+    multiplied here, STEP of them at a time. JOINED: whether a row also has the expert with the
+    number E. GATED: whether the product has a gate of that one behind the experts' logits.
     """
-    ROWS: tl.constexpr = acc.shape[0]
-    WIDTH: tl.constexpr = acc.shape[1]
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (rows < T)[:, None]
     experts = tl.arange(0, WIDTH)[None, :]
     known = experts < E
+    gate = tl.zeros([ROWS], tl.float32)
+    if weight is not None:
+        acc = whole_product(source, weight, rows, tl.arange(0, WIDTH), T, WIDE, E, STEP)
+    else:
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        for part in tl.static_range(PARTS):
+            own = source + (tl.full([], part, tl.int64) * T + rows) * WIDE
+            acc += tl.load(own[:, None] + experts, mask=known & there, other=0.0)
+            if GATED:
+                gate += tl.load(own + E, mask=rows < T, other=0.0)
     if product_bias is not None:
         acc += tl.load(product_bias + experts, mask=known, other=0.0)
     nothing = float("-inf")
@@ -131,130 +168,49 @@ def write_choice(
     tl.store(ids + target, found, mask=there & (places < CHOSEN + JOINED))
 
 
-@completes("ids")
-@triton.jit(do_not_specialize=["T", "first"])
-def _choose_experts(
-    parts,
-    bias,
-    product_bias,
-    ids,
-    weights,
-    T,
-    first,
-    scale,
-    tiny,
-    PARTS: tl.constexpr,
-    E: tl.constexpr,
-    WIDE: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    JOINED: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BEST: tl.constexpr,
-    OWN: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEPT: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Choose the experts of ROWS rows.
-
-    JOINED: whether a row also has the expert with the number E. GATED: whether the product has a
-    gate of that one behind the experts' logits.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    experts = tl.arange(0, WIDTH)[None, :]
-    inside = (experts < E) & (rows < T)[:, None]
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    gate = tl.zeros([ROWS], tl.float32)
-    for part in tl.static_range(PARTS):
-        own = parts + (tl.full([], part, tl.int64) * T + rows) * WIDE
-        acc += tl.load(own[:, None] + experts, mask=inside, other=0.0)
-        if GATED:
-            gate += tl.load(own + E, mask=rows < T, other=0.0)
-    write_choice(
-        acc,
-        gate,
-        rows,
-        bias,
-        product_bias,
-        ids,
-        weights,
-        T,
-        first,
-        scale,
-        tiny,
-        E,
-        CHOSEN,
-        SIGMOID,
-        NORMALISED,
-        JOINED,
-        GATED,
-        BIAS,
-        GROUPS,
-        BEST,
-        OWN,
-        KEPT,
-    )
-
-
-def choice_options(
-    choice: Choice, experts: int, bias: Tensor | None, own: range, joined: Joined | None
-) -> dict[str, Any]:
-    """Return the keyword arguments of a kernel that ends in `write_choice`."""
-    return {
-        "scale": float(choice.scale),
-        "tiny": TINY,
-        "first": own.start,
-        "E": experts,
-        "CHOSEN": choice.num_chosen,
-        "SIGMOID": choice.sigmoid,
-        "NORMALISED": choice.normalised,
-        "JOINED": joined is not None,
-        "GATED": joined is not None and joined.gated,
-        "BIAS": bias is not None,
-        "GROUPS": choice.groups,
-        "BEST": choice.chosen_groups,
-        "OWN": len(own),
-        "KEPT": next_power_of_2(choice.num_chosen + (joined is not None)),
-    }
-
-
-def room_for_choice(rows: int, chosen: int, like: Tensor) -> Routed:
-    """Return memory for the experts of rows and their weights, on the device of a tensor."""
-    ids = like.new_empty(rows, chosen, dtype=torch.int32)
-    return Routed(ids, torch.empty_like(ids, dtype=torch.float32))
-
-
 def decided(routed: Routed | Undecided) -> Routed:
     """Choose the experts of rows where they are not chosen yet."""
     if isinstance(routed, Routed):
         return routed
-    parts, experts, choice, bias, product_bias, own, joined = routed
+    parts, experts, choice, bias, product_bias, own, joined, weight = routed
     num_parts, rows, wide = parts.shape
-    made = room_for_choice(rows, routed.chosen, parts)
+    ids = parts.new_empty(rows, routed.chosen, dtype=torch.int32)
+    made = Routed(ids, torch.empty_like(ids, dtype=torch.float32))
     if rows == 0:
         return made
-    # Each of a program's warps has a row.
-    at_once = _TOGETHER if rows >= _MANY_ROWS else 1
+    least, at_once, warps = 1, 1, 1
+    if weight is not None:
+        least, at_once, warps = _TILE
+    elif rows >= _MANY_ROWS:
+        at_once = warps = _TOGETHER
     _choose_experts[(cdiv(rows, at_once),)](
         parts,
+        weight,
         parts if bias is None else bias,
         product_bias,
         *made,
         rows,
-        PARTS=num_parts,
-        WIDE=wide,
-        WIDTH=next_power_of_2(experts),
-        ROWS=at_once,
-        num_warps=at_once,
-        **choice_options(choice, experts, bias, own, joined),
+        own.start,
+        float(choice.scale),
+        TINY,
+        num_parts,
+        experts,
+        wide,
+        choice.num_chosen,
+        choice.sigmoid,
+        choice.normalised,
+        joined is not None,
+        joined is not None and joined.gated,
+        bias is not None,
+        choice.groups,
+        choice.chosen_groups,
+        len(own),
+        max(least, next_power_of_2(experts)),
+        next_power_of_2(routed.chosen),
+        at_once,
+        STEP,
+        num_warps=warps,
+        num_stages=4,
         **pdl(parts),
     )
     return made

@@ -1,8 +1,8 @@
 """The router of a mixture of experts in Triton: its product in float32.
 
 The product's inputs are shared out among programs. The kernel that chooses experts
-(choices_triton.py) adds their parts, always in the same order. For many rows and few experts, a
-program has the whole product and chooses itself. Where the product before the router has summed the
+(choices_triton.py) adds their parts, always in the same order. For many rows and few experts, it
+has the whole product of its rows. Where the product before the router has summed the
 squares of the stream, the programs also norm their inputs, so that no kernel of its own does.
 
 An expert that takes every token may be one more expert behind the others. Its gate is one more row
@@ -11,18 +11,18 @@ of the router's weights then, and it is the last one of each row's.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sidestep.kernels.experts.choices_triton import choice_options, room_for_choice, write_choice
+from sidestep.kernels.experts.choices_triton import MOST_EXPERTS, STEP, whole_product
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
 from sidestep.kernels.ops.rms_norm import BegunNorm, Stream
-from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided
+from sidestep.kernels.ops.routing import Choice, Joined, Undecided
 
 _SINGLE_ROWS = 4
 """Tokens up to which each is multiplied by itself, with one expert a program."""
@@ -31,9 +31,9 @@ _FEW_ROWS, _MANY_ROWS = 16, 64
 _COLUMNS, _STEP = 32, 256
 """Experts and inputs of such a program, which loads all its numbers at once. Where a few programs
 looped over them, a step of one row waited for the memory 32 times a layer."""
-_TILED_ROWS, _TILE_COLUMNS, _TILE_STEP = 4096, 128, 64
-"""Tokens from which programs have more experts and loop over all inputs; their experts, and inputs
-of a step. There are enough programs then, and the parts of their products would be many bytes."""
+_TILED_ROWS, _TILE_COLUMNS = 4096, 128
+"""Tokens from which programs have more experts and loop over all inputs, and these experts. There
+are enough programs then, and the parts of their products would be many bytes."""
 _ALIGNED = 8
 """Inputs of which a program's share is a multiple, so that threads write 16 bytes at once."""
 
@@ -90,20 +90,6 @@ def _router_product(
     tl.store(target, product, mask=(rows < T)[:, None] & (experts < E)[None, :])
 
 
-@triton.jit
-def _tile(x, weight, rows, experts, T, D: tl.constexpr, E: tl.constexpr, STEP: tl.constexpr):
-    """Return the whole product of some rows and experts, STEP inputs at a time."""
-    tokens = x + tl.minimum(rows, T - 1).to(tl.int64)[:, None] * D
-    readable = weight + tl.minimum(experts, E - 1)[:, None] * D
-    acc = tl.zeros([rows.shape[0], experts.shape[0]], tl.float32)
-    for at in range(0, D, STEP):
-        inputs = (at + tl.arange(0, STEP))[None, :]
-        value = tl.load(tokens + inputs, mask=inputs < D, other=0.0)
-        w = tl.load(readable + inputs, mask=inputs < D, other=0.0)
-        acc = tl.dot(value, w.T, acc, input_precision="ieee")
-    return acc
-
-
 @completes("product")
 @triton.jit(do_not_specialize=["T"])
 def _router_tiles(
@@ -125,71 +111,9 @@ def _router_tiles(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = _tile(x, weight, rows, experts, T, D, E, STEP)
+    acc = whole_product(x, weight, rows, experts, T, D, E, STEP)
     target = product + rows.to(tl.int64)[:, None] * WIDE + experts[None, :]
     tl.store(target, acc, mask=(rows < T)[:, None] & (experts < E)[None, :])
-
-
-@completes("ids")
-@triton.jit(do_not_specialize=["T", "first"])
-def _router_choices(
-    x,
-    weight,
-    bias,
-    product_bias,
-    ids,
-    weights,
-    T,
-    first,
-    scale,
-    tiny,
-    D: tl.constexpr,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    JOINED: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BEST: tl.constexpr,
-    OWN: tl.constexpr,
-    KEPT: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    STEP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Choose the experts of M rows by the whole product with all experts, of which N has room."""
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    acc = _tile(x, weight, rows, tl.arange(0, N), T, D, E, STEP)
-    write_choice(
-        acc,
-        tl.zeros([M], tl.float32),
-        rows,
-        bias,
-        product_bias,
-        ids,
-        weights,
-        T,
-        first,
-        scale,
-        tiny,
-        E,
-        CHOSEN,
-        SIGMOID,
-        NORMALISED,
-        JOINED,
-        GATED,
-        BIAS,
-        GROUPS,
-        BEST,
-        OWN,
-        KEPT,
-    )
 
 
 @completes("logits")
@@ -258,10 +182,10 @@ def route(
     *,
     joined: Joined | None = None,
     norming: _Norming | None = None,
-) -> Routed | Undecided:
+) -> Undecided:
     """Multiply the rows of x [T, D], contiguous, with the router's weights.
 
-    Choose their experts too where that takes no kernel of its own.
+    Where there are many rows and few experts, the product is left to the kernel that chooses.
 
     weight: [E, D] in x's type. bias: float32 [E], added to the scores for the choice. own: this
     rank's experts, from which they are numbered; None for all. product_bias: float32 [E], added to
@@ -272,40 +196,10 @@ def route(
     experts = weight.shape[0] - is_gated
     own = range(experts) if own is None else own
     tiled = norming is None and len(x) >= _TILED_ROWS
-    if tiled and not is_gated and experts <= _TILE_COLUMNS:
-        options = choice_options(choice, experts, bias, own, joined)
-        return _product_and_choice(x, weight, bias, product_bias, options)
+    if tiled and not is_gated and experts <= MOST_EXPERTS:
+        return Undecided(x[None], experts, choice, bias, product_bias, own, joined, weight)
     parts = _product(x, weight, norming)
     return Undecided(parts, experts, choice, bias, product_bias, own, joined)
-
-
-def _product_and_choice(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    product_bias: Tensor | None,
-    options: dict[str, Any],
-) -> Routed:
-    """Return the experts of many rows. options: of the choice."""
-    rows, width = x.shape
-    made = room_for_choice(rows, options["CHOSEN"] + options["JOINED"], x)
-    _router_choices[(cdiv(rows, _MANY_ROWS),)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        product_bias,
-        *made,
-        rows,
-        D=width,
-        M=_MANY_ROWS,
-        N=max(_COLUMNS, next_power_of_2(options["E"])),
-        STEP=_TILE_STEP,
-        num_warps=4,
-        num_stages=4,
-        **options,
-        **pdl(x),
-    )
-    return made
 
 
 def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
@@ -340,7 +234,7 @@ def _product(x: Tensor, weight: Tensor, norming: _Norming | None) -> Tensor:
             wide,
             _MANY_ROWS,
             columns,
-            _TILE_STEP,
+            STEP,
             num_warps=4,
             num_stages=4,
             **kind,
@@ -364,8 +258,8 @@ def route_stream(
     product_bias: Tensor | None = None,
     *,
     joined: Joined | None = None,
-) -> tuple[Tensor, Routed | Undecided]:
-    """Return the norm of a stream, and what `route` returns for it."""
+) -> tuple[Tensor, Undecided]:
+    """Return the norm of a stream, and its rows' product as `route` does."""
     router = weight, bias, choice, own, product_bias
     if stream.done is not None or not isinstance(stream.begun, BegunNorm):
         normed = stream.normed()

@@ -69,7 +69,8 @@ class Undecided(NamedTuple):
     """
 
     parts: Tensor
-    """float32 [P, T, E, filled up to whole 16 bytes]: the product is their sum."""
+    """float32 [P, T, E, filled up to whole 16 bytes]: the product is their sum. With `weight`, they
+    are the inputs [1, T, D]."""
     experts: int
     """Experts to choose from. If a joined one is gated, the product has one number more."""
     choice: Choice
@@ -80,6 +81,8 @@ class Undecided(NamedTuple):
     own: range
     """This rank's experts, from which they are numbered."""
     joined: Joined | None
+    weight: Tensor | None = None
+    """[E, D], where the product is left to the kernel that chooses."""
 
     @property
     def chosen(self) -> int:

@@ -168,6 +168,7 @@ def chosen_in_kernels(undecided: Undecided) -> bool:
 
 def kernel_choice(undecided: Undecided) -> KernelChoice:
     """Return how kernels choose."""
+    assert undecided.weight is None, "parts of the product are needed"
     num_parts, rows, wide = undecided.parts.shape
     choice = undecided.choice
     return KernelChoice(

@@ -58,7 +58,6 @@ EXPERTS = {
     "_router_product",
     "_router_rows",
     "_router_tiles",
-    "_router_choices",
     "_choose_experts",
     "_expert_gate_up",
     "_expert_down",

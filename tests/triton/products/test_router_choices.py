@@ -9,7 +9,7 @@ from torch import Tensor
 from sidestep.kernels.experts import routing_triton
 from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.routing_triton import route
-from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided, choose_experts
+from sidestep.kernels.ops.routing import Choice, Joined, choose_experts
 from tests.triton.support import (
     DEVICE,
     DTYPE,
@@ -58,8 +58,9 @@ def check(
     )
     product_bias = exact_numbers(values, experts, dtype=torch.float32) if biased else None
     with unchanged(x=x, weight=weight), PoisonedAllocations():
-        got = route(x, weight, bias, choice, own, product_bias, joined=joined)
-    assert isinstance(got, Routed)
+        undecided = route(x, weight, bias, choice, own, product_bias, joined=joined)
+        got = decided(undecided)
+    assert undecided.weight is weight
     logits = x.double() @ weight.double().T + (0 if product_bias is None else product_bias.double())
     expected = choose_experts(
         logits.float().cpu(), None if bias is None else bias.cpu(), choice, own
@@ -108,4 +109,4 @@ def test_a_gate_and_many_experts_are_chosen_by_a_kernel_of_its_own() -> None:
     x, choice = torch.ones(ROWS, 16, dtype=DTYPE, device=DEVICE), Choice(2)
     for experts, joined in ((129, None), (12, Joined(gated=True))):
         weight = torch.ones(experts + (joined is not None), 16, dtype=DTYPE, device=DEVICE)
-        assert isinstance(route(x, weight, None, choice, joined=joined), Undecided)
+        assert route(x, weight, None, choice, joined=joined).weight is None
