@@ -80,6 +80,7 @@ def begin_norms(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return silu_mul(self(x))
 
     monkeypatch.setattr(Linear, "__call__", call)
+    monkeypatch.setattr(Linear, "unfinished", call)
     monkeypatch.setattr(Linear, "inner", inner)
     monkeypatch.setattr(Linear, "add_to", add_to)
     return begun
