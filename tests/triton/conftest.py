@@ -6,10 +6,12 @@ when asked for, and a faster interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from sidestep.kernels.gpu import Gpu, like_gpu
 from tests.triton.support import INTERPRETED, LIMIT_S, skip_overflow_checks
 
 # The interpreter computes with numpy, which warns where a GPU just computes: padding lanes (heads
@@ -27,6 +29,13 @@ _SCALAR = (
 # Triton 3.9 announces that 3.10 will fuse multiply and add no longer by default. The kernels rely
 # on neither.
 _FUSION = "ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning:triton.knobs"
+
+
+@pytest.fixture
+def h200() -> Iterator[None]:
+    """Let tensors without memory stand for those on an H200."""
+    with like_gpu(Gpu(90, 132), "meta"):
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,8 +35,8 @@ struct Columns {
             first *= __ldg(own), second *= __ldg(own + 1);
         }
         if (WITH_BIAS) {
-            const u32 both = __ldg(reinterpret_cast<const u32*>(bias + at));
-            first += widened(both & 0xFFFF), second += widened(both >> 16);
+            const float2 added = widened_two(__ldg(reinterpret_cast<const u32*>(bias + at)));
+            first += added.x, second += added.y;
         }
         return make_float2(first, second);
     }

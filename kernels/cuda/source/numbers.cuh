@@ -14,6 +14,11 @@ __device__ __forceinline__ float widened(u32 bits) {
     return value;
 }
 
+// Returns the two numbers of a word.
+__device__ __forceinline__ float2 widened_two(u32 both) {
+    return make_float2(widened(both & 0xFFFF), widened(both >> 16));
+}
+
 // Returns two numbers in a word, the first in its lower half.
 __device__ __forceinline__ u32 packed(float low, float high) {
     u32 word;

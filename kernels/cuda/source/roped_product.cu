@@ -29,10 +29,6 @@ struct Operands {
     float eps;
 };
 
-__device__ __forceinline__ float2 widened_two(u32 both) {
-    return make_float2(widened(both & 0xFFFF), widened(both >> 16));
-}
-
 __device__ __forceinline__ float2 two_floats(const float* at) {
     return __ldg(reinterpret_cast<const float2*>(at));
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -25,12 +23,6 @@ from tests.triton.support import (
 
 HALVES = [torch.bfloat16, torch.float16]
 with_compiler = pytest.mark.skipif(not compiles(), reason="needs NVIDIA's compiler (NVRTC)")
-
-
-@pytest.fixture
-def h200() -> Iterator[None]:
-    with like_gpu(Gpu(90, 132), "meta"):
-        yield
 
 
 def numbers(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -13,7 +12,6 @@ from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.hopper import roped_product
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.cuda.compiler import compiles
-from sidestep.kernels.gpu import Gpu, like_gpu
 from sidestep.kernels.products.linear import unfinished_linear
 from sidestep.kernels.unfinished_product import PendingProduct, finished
 from tests.triton.attention.rotary import EPS, normed, rotary_tables, turned
@@ -211,12 +209,6 @@ def test_a_cache_of_more_elements_than_31_bits_count() -> None:
     layer.project()
     assert bool((layer.cache[-1, :, -2] != 0).any(-1).all())
     assert not layer.cache[:-1].any() and not layer.cache[-1, :, :-2].any()
-
-
-@pytest.fixture
-def h200() -> Iterator[None]:
-    with like_gpu(Gpu(90, 132), "meta"):
-        yield
 
 
 def numbers(rows: int, columns: int) -> Tensor:
