@@ -19,7 +19,7 @@ from typing import Any
 from triton import knobs
 
 _logger = logging.getLogger(__name__)
-_SOURCE = Path(__file__).parent / "source"
+_SOURCE, _INCLUDE = (Path(__file__).parent / folder for folder in ("source", "include"))
 _OPTIONS = ("--std=c++17", "--gpu-architecture=sm_90a")
 """Instructions of Hopper alone need the letter."""
 
@@ -42,13 +42,13 @@ def compiles() -> bool:
 def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str]) -> Path:
     """Return the file of source/`name`.cu's machine code, which is compiled if it is not there.
 
-    headers: name -> text of files it includes, beside those of that folder. Raises
+    headers: name -> text of files it includes, beside those of include/. Raises
     CudaCompileError.
     """
     from cuda.bindings import nvrtc
 
     source = (_SOURCE / f"{name}.cu").read_text()
-    included = {path.name: path.read_text() for path in sorted(_SOURCE.glob("*.cuh"))} | dict(
+    included = {path.name: path.read_text() for path in sorted(_INCLUDE.glob("*.cuh"))} | dict(
         headers
     )
     options = [*_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items())]

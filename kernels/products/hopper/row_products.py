@@ -1,7 +1,7 @@
 """Products of many rows on a Hopper GPU whose kernels turn the sums into their results themselves.
 
 The library would write a product that another kernel reads again. Both kernels share
-kernels/cuda/source/row_products.cuh.
+kernels/cuda/include/row_products.cuh.
 """
 
 from __future__ import annotations
