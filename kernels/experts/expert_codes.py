@@ -1,7 +1,7 @@
 """Matrices of experts in codes as a GPU's kernels read them: repacked once, when they are loaded.
 
-Words of codes are those of kernels/quantized/device_matrix.py. The scales of MXFP4 stay bytes, the
-four of a step of 128 columns in one word.
+Words of codes are those of kernels/quantized/device_matrix.py, but for the bits of MXFP4. Its
+scales stay bytes, the four of a step of 128 columns in one word.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class ExpertCodes(NamedTuple):
         filled = torch.nn.functional.pad(bounded, (0, -groups % _IN_STEP), value=_ONE)
         scales = filled.contiguous().view(torch.int32).t().contiguous()
         coding = Coding("mxfp4", 1, STEP, zeros=False)
-        return cls(DeviceMatrix.of(codes).words, matrix.bias, scales, coding)
+        return cls(words_of_mxfp4(DeviceMatrix.of(codes).words), matrix.bias, scales, coding)
 
     def room_for(self, count: int) -> ExpertCodes:
         """Return memory for as many matrices like this one."""
@@ -148,6 +148,23 @@ class ExpertCodes(NamedTuple):
         for whole, part in zip(self[:3], parts, strict=True):
             if whole is not None and isinstance(part, Tensor):
                 whole[index] = part
+
+
+def words_of_mxfp4(words: Tensor) -> Tensor:
+    """Return the words of codes of e2m1 in an order that takes fewer instructions to decode.
+
+    words: int32, eight codes each as in kernels/quantized/device_matrix.py: a half has four places
+    of four bits, the sign first. What becomes a bfloat16's sign, exponent and digit lies together
+    as far apart as it is there, so that one shift and one mask decode two numbers. Four such
+    patterns do not fit into 16 bits, so the digit of the last one lies elsewhere.
+    """
+    same = words & 0x00770077  # the lower bits of the places 0 and 1
+    signs = (words & 0x00880088) << 6
+    third = (words & 0x07000700) << 2
+    # Its signs change places, since the word is turned by four bits for it.
+    third |= (words & 0x00000800) << 8 | (words & 0x08000000) >> 24
+    last = words & -0x7FFF8000 | (words & 0x10001000) << 2 | (words & 0x60006000) >> 6
+    return same | signs | third | last
 
 
 def _with_rows_of_its_own(matrix: CodedMatrix) -> CodedMatrix:

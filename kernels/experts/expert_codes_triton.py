@@ -13,16 +13,26 @@ import triton.language as tl
 
 from sidestep.kernels.quantized.decoding_triton import SIGNS, numbers, without_zero, zero_of
 
+_E2M1 = tl.constexpr(-0x7E3F7E40)
+"""A sign, two bits of an exponent and one digit of bfloat16, in both halves."""
+_MOST_OF_E2M1 = tl.constexpr(-0x7E7F7E80)
+"""The same without the digit."""
+
 
 @triton.jit
-def _e2m1(words, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def _e2m1(words, PLACE: tl.constexpr):
     """Return the bits of two of a word's numbers, as bfloat16 but for a factor, in its halves.
 
-    LEFT: bits by which their signs are moved to the halves' highest bits. RIGHT: bits by which the
-    others are moved down, after they were moved up by 6.
+    PLACE: which two of eight, as `words_of_mxfp4` in expert_codes.py arranges them.
     """
-    others = words << (6 - RIGHT) if RIGHT <= 6 else words >> (RIGHT - 6)
-    return ((words << LEFT) & SIGNS) | (others & 0x01C001C0)
+    if PLACE == 0:
+        return (words << 6) & _E2M1
+    elif PLACE == 1:
+        return (words << 2) & _E2M1
+    elif PLACE == 2:
+        return (((words >> 4) & 0x0FFFFFFF) | (words << 28)) & _E2M1
+    else:
+        return (words & _MOST_OF_E2M1) | ((words >> 8) & 0x00400040)
 
 
 @triton.jit
@@ -47,8 +57,8 @@ def mxfp4_numbers(
     """
     byte = tl.join(tl.join(scale, scale >> 16), tl.join(scale >> 8, scale >> 24)).reshape(N, 4)
     byte &= 255
-    first = tl.join(_e2m1(words, 12, 0), _e2m1(words, 4, 8))
-    second = tl.join(_e2m1(words, 8, 4), _e2m1(words, 0, 12))
+    first = tl.join(_e2m1(words, 0), _e2m1(words, 2))
+    second = tl.join(_e2m1(words, 1), _e2m1(words, 3))
     # Columns are 32 c + 16 j + 8 half + 2 t + neighbour, where the word is 4 t + c. The dimensions
     # are t, c, j, half and, at last, neighbour. All numbers of a word share a scale, whose byte is
     # the exponent of a float32 or bfloat16. 0 stands for 2^-127, which has none.

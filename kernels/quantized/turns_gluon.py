@@ -32,16 +32,14 @@ _load = getattr(
 def _mxfp4() -> str:
     """Return instructions for a word of eight codes of e2m1, and a power of two for each two.
 
-    A code's three lower bits become the highest of a bfloat16's exponent and digits, but for a
-    factor, which the power of two has.
+    Words are those of ExpertCodes.of_mxfp4: a code's three lower bits become the highest of a
+    bfloat16's exponent and digits, but for a factor, which the power of two has.
     """
-    lines = [".reg .b32 a, b, c, d, s, t, u;", "shl.b32 a, $4, 6;", "shl.b32 b, $4, 2;"]
-    lines += ["shr.u32 c, $4, 2;", "shr.u32 d, $4, 6;"]
-    lines += ["shl.b32 s, $4, 12;", "shl.b32 t, $4, 8;", "shl.b32 u, $4, 4;"]
-    lines += [f"and.b32 {name}, {name}, 0x01C001C0;" for name in "abcd"]
-    # (x & signs) | rest.
-    for name, given in zip("abcd", ("s", "t", "u", "$4"), strict=True):
-        lines.append(f"lop3.b32 {name}, {given}, 0x80008000, {name}, 0xEA;")
+    lines = [".reg .b32 a, b, c, d;", "shl.b32 a, $4, 6;", "shl.b32 b, $4, 2;"]
+    lines += ["shf.r.wrap.b32 c, $4, $4, 4;", "shr.u32 d, $4, 8;", "and.b32 d, d, 0x00400040;"]
+    lines += [f"and.b32 {name}, {name}, 0x81C081C0;" for name in "abc"]
+    # (x & three bits) | the fourth.
+    lines.append("lop3.b32 d, $4, 0x81808180, d, 0xEA;")
     lines += [f"mul.rn.bf16x2 ${i}, {name}, $12;" for i, name in enumerate("abcd")]
     return "{" + " ".join(lines) + "}"
 
