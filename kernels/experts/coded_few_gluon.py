@@ -185,7 +185,7 @@ def _register_gate_up(
     inputs_are_there()
     # 3. Multiply.
     acc = gl.zeros([num_warps, ROWS, 8], gl.float32, products_of_warps(num_warps))
-    acc = sum_of_turns(acc, at, asked, kept, num_warps, STEPS, TURNS, STAGES, FORM)
+    acc = sum_of_turns(acc, at, asked, kept, num_warps, STEPS, TURNS, STAGES, FORM, True)
     # 4. Add the warps' shares, and activate.
     both = gl.sum(acc, 0).reshape(ROWS // 16, 2, 8, 8).permute(0, 2, 3, 1).reshape(ROWS // 2, 8, 2)
     gate, up = both.split()
@@ -311,9 +311,9 @@ def _register_down(
     # 3. Multiply.
     acc = gl.zeros([num_warps, 16, 8], gl.float32, MMA)
     if WAITS:
-        acc = sum_of_kept(acc, at, asked, memory, kept, TURNS, FORM)
+        acc = sum_of_kept(acc, at, asked, memory, kept, TURNS, FORM, True)
     else:
-        acc = sum_of_turns(acc, at, asked, kept, SPLIT, STEPS, TURNS, STAGES, FORM)
+        acc = sum_of_turns(acc, at, asked, kept, SPLIT, STEPS, TURNS, STAGES, FORM, True)
     # 4. Weigh the experts and add them. Values of pairs without an expert here may be anything.
     sums = same_columns(acc)
     if bias is not None:
@@ -328,8 +328,10 @@ def _register_down(
     if NEXT:
         wide = gl.where(columns < D, rounded.to(gl.float32), 0.0)
         gl.store(next_weighted + token * D + columns, (wide * norm).to(dtype), mask=columns < D)
-        square = next_squares + token * gl.num_programs(1) + gl.program_id(1)
-        gl.store(square, gl.sum(wide * wide, 0))
+        squares = gl.sum((wide * wide).reshape(2, 8), 1)
+        half = gl.arange(0, 2, layout=squares.type.layout)
+        place = (token * gl.num_programs(1) + gl.program_id(1)) * 2 + half
+        gl.store(next_squares + place, squares)
 
 
 def multiply_from_registers(
@@ -381,7 +383,7 @@ def multiply_from_registers(
     split = max(1, c.warps // kept)
     turns = cdiv(cdiv(inner_width, STEP), split)
     tiles = cdiv(width, _ROWS.value)
-    begun = room_to_begin(norm, out, tiles)
+    begun = room_to_begin(norm, out, 2 * tiles)
     _register_down[(rows, tiles)](
         inner,
         down.words,

@@ -154,8 +154,8 @@ def words_of_mxfp4(words: Tensor) -> Tensor:
     """Return the words of codes of e2m1 in an order that takes fewer instructions to decode.
 
     words: int32, eight codes each as in kernels/quantized/device_matrix.py: a half has four places
-    of four bits, the sign first. What becomes a bfloat16's sign, exponent and digit lies together
-    as far apart as it is there, so that one shift and one mask decode two numbers. Four such
+    of four bits, the sign first. The bits that become a bfloat16's sign, exponent and digit lie as
+    far apart as they are there, so that one shift and one mask decode two numbers. Four such
     patterns do not fit into 16 bits, so the digit of the last one lies elsewhere.
     """
     same = words & 0x00770077  # the lower bits of the places 0 and 1

@@ -2,10 +2,11 @@
 
 A pair is a token and one of its experts. For a few pairs, each is multiplied by itself
 (few_pairs_triton.py), or by those of its expert where experts are in codes (coded_few_gluon.py,
-coded_pairs_triton.py). For more, they are sorted by expert, in tiles (sorted_pairs.py). Then a
-tile is multiplied at once: by grouped_pairs_triton.py, or by coded_pairs_triton.py where experts
-are in codes. On a Hopper GPU, experts in 16 bits stream by (streamed_pairs.py). For many pairs
-there, clusters of processors do it (clustered_pairs.py). A last kernel adds each token's results.
+coded_pairs_triton.py; on a Hopper GPU, one row by coded_row.py). For more, they are sorted by
+expert, in tiles (sorted_pairs.py). Then a tile is multiplied at once: by grouped_pairs_triton.py,
+or by coded_pairs_triton.py where experts are in codes. On a Hopper GPU, experts in 16 bits stream
+by (streamed_pairs.py). For many pairs there, clusters of processors do it (clustered_pairs.py). A
+last kernel adds each token's results.
 
 With expert parallelism, the pairs of other ranks' experts have negative ids. They are not sorted,
 read no matrix, and count as zero.
@@ -26,6 +27,7 @@ from sidestep.kernels.cuda.tile_maps import can_be_tiled
 from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.clustered_pairs import PAIRS, memory_of, multiply_many, takes
 from sidestep.kernels.experts.coded_pairs_triton import multiply_few_codes, multiply_sorted_codes
+from sidestep.kernels.experts.coded_row import multiply_row, takes_row
 from sidestep.kernels.experts.common.choice_triton import chosen_in_kernels
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import (
@@ -117,6 +119,12 @@ def multiply_experts(
             rows == 1 and unsorted and chosen_in_kernels(routed)
         ):
             routed = decided(routed)
+        if (
+            isinstance(coded, RegisterConfigs)
+            and not some
+            and takes_row(x, routed, gate_up, down, coded)
+        ):
+            return multiply_row(x, routed, out, *matrices, coded, add=add, norm=begun)
         if isinstance(coded, RegisterConfigs):
             # Not every version of Triton has its language.
             from sidestep.kernels.experts.coded_few_gluon import multiply_from_registers

@@ -206,10 +206,11 @@ def by_row(v, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _with_turn(acc, words, scale, value, FORM: gl.constexpr):
+def _with_turn(acc, words, scale, value, FORM: gl.constexpr, APART: gl.constexpr):
     """Return acc [warps, rows, columns] with the products of a turn's words and their inputs.
 
-    scale: of the rows, of this turn or of all.
+    scale: of the rows, of this turn or of all. APART: whether the products of a turn are summed by
+    themselves first; where turns have scales they are in any case.
     """
     KIND: gl.constexpr = FORM[0]
     GROUP: gl.constexpr = FORM[2]
@@ -224,11 +225,12 @@ def _with_turn(acc, words, scale, value, FORM: gl.constexpr):
     else:
         v = decoded(words, zero, None, KIND, value.dtype, N, 128)
     v = gl.convert_layout(v.reshape(WARPS, N // WARPS, 128), FIRST, assert_trivial=True)
-    if KIND == "mxfp4" or GROUP == 0:
+    if GROUP == 0 and not APART:
         acc = mma_v2(v, value, acc)
     else:
         nothing = gl.zeros(acc.shape, gl.float32, products_of_warps(WARPS))
-        acc += mma_v2(v, value, nothing) * by_row(scale, WARPS)
+        product = mma_v2(v, value, nothing)
+        acc += product if KIND == "mxfp4" or GROUP == 0 else product * by_row(scale, WARPS)
     return acc
 
 
@@ -259,6 +261,7 @@ def sum_of_turns(
     TURNS: gl.constexpr,
     STAGES: gl.constexpr,
     FORM: gl.constexpr,
+    APART: gl.constexpr = False,
 ):
     """Return acc [warps, rows, 8] with the products of all turns.
 
@@ -276,7 +279,9 @@ def sum_of_turns(
             words, own = asked[turn]
             following = following + (_ask(place, start + turn + STAGES, EVERY, STEPS, FORM),)
             own = own if FORM[2] > 0 else scale
-            acc = _with_turn(acc, words, own, second_operand(kept.index(start + turn), 8), FORM)
+            acc = _with_turn(
+                acc, words, own, second_operand(kept.index(start + turn), 8), FORM, APART
+            )
         asked = following
     for turn in gl.static_range(LOOPED, TURNS):
         words, own = asked[0]
@@ -284,7 +289,7 @@ def sum_of_turns(
         if turn + STAGES < TURNS:
             asked = asked + (_ask(place, turn + STAGES, EVERY, STEPS, FORM),)
         own = own if FORM[2] > 0 else scale
-        acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM)
+        acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM, APART)
     return _scaled(acc, scale, FORM)
 
 
@@ -328,7 +333,16 @@ def keep_turns(
 
 
 @gluon.jit
-def sum_of_kept(acc, place, turn_scales, memory, kept, TURNS: gl.constexpr, FORM: gl.constexpr):
+def sum_of_kept(
+    acc,
+    place,
+    turn_scales,
+    memory,
+    kept,
+    TURNS: gl.constexpr,
+    FORM: gl.constexpr,
+    APART: gl.constexpr = False,
+):
     """Return what sum_of_turns does, of words that keep_turns has copied, in the same order."""
     WARPS: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = place[1].shape[0] // WARPS
@@ -339,7 +353,7 @@ def sum_of_kept(acc, place, turn_scales, memory, kept, TURNS: gl.constexpr, FORM
     for turn in gl.static_range(TURNS):
         own = turn_scales[turn] if FORM[2] > 0 else scale
         words = memory.index(turn).load(LAYOUT)
-        acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM)
+        acc = _with_turn(acc, words, own, second_operand(kept.index(turn), 8), FORM, APART)
     return _scaled(acc, scale, FORM)
 
 

@@ -98,6 +98,16 @@ __device__ __forceinline__ float number(u32 address) {
     return found;
 }
 
+__device__ __forceinline__ u32 half_word(u32 address) {
+    u16 found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address));
+    return found;
+}
+
+__device__ __forceinline__ void write_number(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 __device__ __forceinline__ void zero_16(u32 address) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }
@@ -160,6 +170,25 @@ __device__ __forceinline__ void load_box(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
         " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
         "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(plane)
+        : "memory");
+}
+
+// Loads bytes that lie together, a multiple of 16.
+__device__ __forceinline__ void load_bytes(u32 target, const void* source, u32 bytes, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            target),
+        "l"(source), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
+// Loads bytes that lie together, by a policy of L2.
+__device__ __forceinline__ void load_bytes_by(
+    u32 target, const void* source, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1], %2, [%3], %4;" ::"r"(target),
+        "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
 

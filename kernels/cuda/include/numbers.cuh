@@ -45,9 +45,42 @@ __device__ __forceinline__ u32 multiplied(u32 two, u32 others) {
     return word;
 }
 
+// Returns the sums of two numbers in a word each, rounded.
+__device__ __forceinline__ u32 added(u32 two, u32 others) {
+    u32 word;
+    if (HALF) {
+        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    } else {
+        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    }
+    return word;
+}
+
+// Returns the first two numbers less the others, rounded.
+__device__ __forceinline__ u32 subtracted(u32 two, u32 others) {
+    u32 word;
+    if (HALF) {
+        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    } else {
+        asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+    }
+    return word;
+}
+
+// Returns a / b with an error of two units in the last place, or as Triton divides.
+__device__ __forceinline__ float divided(float a, float b) {
+#ifdef AS_TRITON_DIVIDES
+    float found;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(found) : "f"(a), "f"(b));
+    return found;
+#else
+    return __fdividef(a, b);
+#endif
+}
+
 // Returns silu(gate), rounded as in kernels/triton/silu_mul_triton.py. gate: is rounded.
 __device__ __forceinline__ float silu(float gate) {
-    return rounded(__fdividef(gate, 1.0f + __expf(-gate)));
+    return rounded(divided(gate, 1.0f + __expf(-gate)));
 }
 
 // Returns two numbers in e4m3, the first in the lower byte.

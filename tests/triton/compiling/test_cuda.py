@@ -16,7 +16,7 @@ from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper, rop
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
-from sidestep.kernels.experts import clustered_pairs, streamed_pairs
+from sidestep.kernels.experts import clustered_pairs, coded_row, streamed_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
 from sidestep.kernels.experts.common import sorted_pairs_hopper
 from sidestep.kernels.products.hopper import gated_hopper
@@ -115,6 +115,44 @@ def test_streams_of_experts_have_enough_registers(
 ) -> None:
     form = streamed_pairs.Form(torch.bfloat16, pairs, bias, 8, (False, None, None))
     assert stack_of(streamed_pairs.compiled(form)) <= 64
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "group", "sizes"),
+    [
+        ("fp8", 0, (128, 8, 2048, 768)),
+        ("fp8", 128, (128, 8, 2048, 768)),
+        ("int8", 0, (512, 10, 2048, 512)),
+        ("int4", 128, (60, 4, 2048, 1408)),
+        ("mxfp4", 128, (32, 4, 2880, 2880)),
+    ],
+)
+def test_rows_of_coded_experts_have_enough_registers(
+    kind: str,
+    group: int,
+    sizes: tuple[int, int, int, int],
+    normalised: bool,
+    stack_of: Callable[[Path], int],
+) -> None:
+    experts, chosen, width, inner = sizes
+    clamped = kind == "mxfp4"
+    form = coded_row.Form(
+        torch.bfloat16,
+        kind,
+        kind == "int4",
+        experts,
+        chosen,
+        coded_row.Matrix(width, group, 1, clamped),
+        coded_row.Matrix(inner, group, 1, clamped),
+        shares=1,
+        blocks=132,
+        activation=(False, 1.702, 7.0) if clamped else (False, None, None),
+        choosing=coded_row.Choosing(int(experts <= 128), experts, normalised),
+        ending=coded_row.Ending(True, True, False),
+    )
+    assert form.fits
+    assert stack_of(coded_row.compiled(form)) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

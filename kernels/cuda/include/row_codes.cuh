@@ -1,0 +1,193 @@
+// Products of codes and a row's inputs: 16 rows of a matrix and steps of 128 columns.
+//
+// Codes are those of kernels/quantized/device_matrix.py, and MXFP4's bits those of
+// kernels/experts/expert_codes.py.
+//
+// Given: HALF, KIND (of codes), ZEROS (whether scales have zeros in their lowest four bits).
+#pragma once
+#include "numbers.cuh"
+
+constexpr int FP8 = 0, INT8 = 1, INT4 = 2, MXFP4 = 3;
+constexpr bool EIGHT_BITS = KIND == FP8 || KIND == INT8;
+// Whether sums are multiplied by scales, and whether codes are decoded with them.
+constexpr bool SCALED = KIND != MXFP4, ASKS = KIND == MXFP4 || ZEROS;
+// Columns of a step; bytes of its codes of a row, and of its inputs.
+constexpr int STEP = 128, STEP_BYTES = EIGHT_BITS ? 128 : 64, INPUT_BYTES = 2 * STEP;
+
+// Returns two numbers of a word of four codes: of columns 2 t and 2 t + 1, or of those 8 behind.
+__device__ __forceinline__ u32 of_eight_bits(u32 word, bool behind) {
+    if (KIND == FP8) {
+        constexpr u32 MASK = HALF ? 0x3F803F80 : 0x07F007F0;
+        constexpr u32 FACTOR = HALF ? 0x5C005C00 : 0x7B807B80;
+        const u32 high = behind ? word << 8 : word;
+        return multiplied(high & 0x80008000 | high >> (HALF ? 1 : 4) & MASK, FACTOR);
+    }
+    const u32 low = behind ? word : word >> 8;
+    constexpr u32 ONE = HALF ? 0x64006400 : 0x43004300;
+    return subtracted(low & 0x007F007F | ONE, low & 0x00800080 | ONE);
+}
+
+// Returns two numbers of a word of eight codes, of which `place` says which. given: of INT4 what is
+// added to its numbers, of MXFP4 a power of two, twice.
+__device__ __forceinline__ u32 of_four_bits(u32 word, int place, u32 given) {
+    if (KIND == INT4)
+        return added(word >> 4 * place & 0x000F000F | (HALF ? 0x64006400 : 0x43004300), given);
+    constexpr u32 BITS = 0x81C081C0;
+    const u32 found = place == 0 ? word << 6 & BITS
+        : place == 1             ? word << 2 & BITS
+        : place == 2             ? __funnelshift_r(word, word, 4) & BITS
+                                 : word & 0x81808180 | word >> 8 & 0x00400040;
+    return multiplied(found, given);
+}
+
+// Returns what the numbers of a step's word c are decoded with.
+__device__ __forceinline__ u32 given_for(float scale, int c) {
+    const u32 bits = __float_as_uint(scale);
+    // The scale's byte c is the exponent of a power of two, of which 2^-64 is taken.
+    if (KIND == MXFP4) return __byte_perm(bits, 0, 0x4040 + 0x0101 * c) * 128 + 63 * 0x00800080;
+    // -128 or -1024, whose lowest bit counts 1, twice, and the zero.
+    return (HALF ? 0xE400E400 : 0xC300C300) + (ZEROS ? (bits & 15) * 0x00010001 : 0x00080008);
+}
+
+// Adds the product of 16 rows and 16 columns, and eight columns of inputs.
+__device__ __forceinline__ void multiply_16(
+    float (&sum)[4], const u32 (&rows)[4], u32 low, u32 high) {
+    if (HALF)
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+            "{%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
+    else
+        asm(
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+            "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+            : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
+}
+
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
+__device__ __forceinline__ float without_zero(float scale) {
+    return ZEROS ? __uint_as_float(__float_as_uint(scale) & ~15u) : scale;
+}
+
+// Computes the product of a step's codes of two rows, at these addresses, and its inputs.
+__device__ __forceinline__ void multiply_step(
+    float (&sum)[4], u32 first, u32 second, const uint4 (&x)[4], const float (&scales)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sum[i] = 0.0f;
+    if (EIGHT_BITS) {
+#pragma unroll
+        for (int piece = 0; piece < 2; piece++) {
+            const uint4 low = four_words(first + piece * 64);
+            const uint4 high = four_words(second + piece * 64);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const u32 one = word_of(low, c), two = word_of(high, c);
+                const u32 rows[4] = {
+                    of_eight_bits(one, false), of_eight_bits(two, false), of_eight_bits(one, true),
+                    of_eight_bits(two, true)};
+                const int k = 4 * piece + c, at = 2 * (k % 2);
+                multiply_16(sum, rows, word_of(x[k / 2], at), word_of(x[k / 2], at + 1));
+            }
+        }
+        return;
+    }
+    const uint4 low = four_words(first), high = four_words(second);
+#pragma unroll
+    for (int c = 0; c < 4; c++) {
+        const u32 given[2] = {given_for(scales[0], c), given_for(scales[1], c)};
+        const u32 one = word_of(low, c), two = word_of(high, c);
+#pragma unroll
+        for (int j = 0; j < 4; j += 2) {
+            const u32 rows[4] = {
+                of_four_bits(one, j, given[0]), of_four_bits(two, j, given[1]),
+                of_four_bits(one, j + 1, given[0]), of_four_bits(two, j + 1, given[1])};
+            multiply_16(sum, rows, word_of(x[c], j), word_of(x[c], j + 1));
+        }
+    }
+}
+
+// Returns where the word of two neighbouring inputs is. A thread finds all that it needs of a step
+// in 64 bytes, and four threads' reads do not meet.
+__device__ __forceinline__ int place_of_input(int column) {
+    const int quad = column % 8 / 2, word = column % STEP / 8;
+    return column / STEP * INPUT_BYTES + quad * 64 + ((word / 4 ^ quad / 2) << 4) + word % 4 * 4;
+}
+
+// Writes the sums of a step, 16 rows, in place of its codes. Of the second eight rows, sum `second`
+// is the right one.
+__device__ __forceinline__ void put(const float (&sum)[4], int second, u32 place) {
+    const int lane = threadIdx.x % 32;
+    if (lane % 4 > 0) return;
+    write_number(place + lane, sum[0]);
+    write_number(place + 32 + lane, sum[second]);
+}
+
+// Returns the sum of every WAYS-th step from `share` on. sums, scales: of a row, of the first step
+// and of the first columns. apart: bytes between scales.
+template <int GROUP, int STEPS, int WAYS>
+__device__ __forceinline__ float sum_of_share(u32 sums, u32 scales, int share, int apart) {
+    constexpr int TURNS = (STEPS + WAYS - 1) / WAYS, PER_GROUP = GROUP ? GROUP / STEP : STEPS;
+    float sum = 0.0f;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int step = share + turn * WAYS;
+        if (STEPS % WAYS == 0 || step < STEPS) {
+            const float part = number(sums + step * STEP_BYTES);
+            sum = SCALED && GROUP
+                ? fmaf(part, without_zero(number(scales + step / PER_GROUP * apart)), sum)
+                : sum + part;
+        }
+    }
+    if (!SCALED) return sum * 0x1p63f;
+    // The product is rounded before it is added to anything.
+    return GROUP ? sum : __fmul_rn(sum, without_zero(number(scales)));
+}
+
+// Returns where a step's inputs for a thread are.
+__device__ __forceinline__ void read_inputs(uint4 (&x)[4], u32 step) {
+    const int quad = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) x[i] = four_words(step + quad * 64 + ((i ^ quad / 2) << 4));
+}
+
+// Multiplies COUNT steps from `first` on, and leaves their sums in place of their codes. content,
+// inputs: of the first step. second: as of put.
+template <int COUNT, int ROW, int STEPS>
+__device__ __forceinline__ void multiply_steps(
+    u32 content, u32 inputs, int first, int second, const float (&scales)[COUNT][2]) {
+    const int lane = threadIdx.x % 32;
+    const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
+    float sum[COUNT][4];
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if (STEPS % COUNT != 0 && first + i >= STEPS) break;
+        uint4 x[4];
+        read_inputs(x, inputs + (first + i) * INPUT_BYTES);
+        const u32 own = codes + i * STEP_BYTES;
+        multiply_step(sum[i], own, own + 8 * ROW, x, scales[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        if (STEPS % COUNT != 0 && first + i >= STEPS) break;
+        put(sum[i], second, content + (first + i) * STEP_BYTES);
+    }
+    __syncwarp();
+}
+
+// Reads the scales of some steps, of two rows, if their codes are decoded with them.
+template <int COUNT, int STEPS, int GROUP>
+__device__ __forceinline__ void read_scales(
+    float (&scales)[COUNT][2], u32 low, u32 high, int first, int apart) {
+    constexpr int PER_GROUP = GROUP ? GROUP / STEP : STEPS;
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        const int at = min(first + i, STEPS - 1) / PER_GROUP * apart;
+        scales[i][0] = ASKS ? number(low + at) : 0.0f;
+        scales[i][1] = ASKS ? number(high + at) : 0.0f;
+    }
+}

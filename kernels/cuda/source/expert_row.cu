@@ -1,0 +1,484 @@
+// Both products of coded experts for one row, where reading the experts' matrices takes the time.
+//
+// All blocks run at once. A block's share of gate and up, and then that of down, stream by through
+// one ring of shared memory. What is read of down does not depend on what is computed here, so the
+// memory does not rest between the products. Only the inner values have to be complete before down
+// is multiplied: all blocks arrive at a counter, and each copies all inner values from memory.
+//
+// An item of gate and up is eight inner values. A team of warps shares out its steps of 128
+// columns, and teams take turns. An item of down is eight results, and all warps share out its
+// pairs of experts and their steps. Codes are decoded in registers as the first operand of the
+// tensor cores. Its first eight rows are of a gate, or of an expert, and the others of up, or of
+// the next expert: the columns of the second operand are the inputs of both in turn. The sums of a
+// step take the place of its codes, until one warp adds those of all steps.
+//
+// A thread that reads memory while codes are loading waits behind all of them. So scales and biases
+// come with the codes that they belong to, and the rest is read before.
+//
+// Numbers are added in the order of kernels/experts/coded_few_gluon.py, so a row has the same bits
+// in a step of several rows.
+//
+// The compiler is given: what the included files say, and WIDTH and INNER (numbers of a row and of
+// inner values), GATE_GROUP and DOWN_GROUP (columns that share a scale, or 0 for all), GATE_HEIGHT
+// and DOWN_HEIGHT (rows that share one), SHARES (of an expert's columns of down, each of which is
+// added by itself), STAGES, WARPS (that multiply), GATE_AT_ONCE and DOWN_AT_ONCE (steps of a warp),
+// GATE_BIAS, DOWN_BIAS, ADD, NEXT (whether the next norm is begun), WIDE_NORM (whether its weight
+// is float32). PARTS is 0 if experts are given.
+#define AS_TRITON_DIVIDES
+#include "activations.cuh"
+#include "row_choice.cuh"
+#include "row_codes.cuh"
+
+__device__ constexpr int steps_of(int columns) { return (columns + STEP - 1) / STEP; }
+__device__ constexpr int groups_of(int columns, int group) {
+    return group ? (columns + group - 1) / (group ? group : 1) : 1;
+}
+__device__ constexpr int up_to(int bytes, int whole) { return (bytes + whole - 1) / whole * whole; }
+
+// ---- A matrix: steps of a row, its bytes; scales of its columns and rows ----
+constexpr int GATE_STEPS = steps_of(WIDTH), DOWN_STEPS = steps_of(INNER);
+constexpr int GATE_ROW = GATE_STEPS * STEP_BYTES, DOWN_ROW = DOWN_STEPS * STEP_BYTES;
+constexpr int GATE_GROUPS = groups_of(WIDTH, GATE_GROUP);
+constexpr int DOWN_GROUPS = groups_of(INNER, DOWN_GROUP);
+constexpr int GATE_ROWS = 2 * INNER / GATE_HEIGHT, DOWN_ROWS = WIDTH / DOWN_HEIGHT;
+// Items of gate and up, for an expert; of down.
+constexpr int GATE_TILES = INNER / 8, DOWN_TILES = WIDTH / 8;
+static_assert(GATE_TILES * 8 == INNER && DOWN_TILES * 8 == WIDTH, "whole items");
+constexpr int INNER_BYTES = CHOSEN * DOWN_STEPS * INPUT_BYTES;
+
+// ---- The work of warps ----
+// Shares of the columns of gate and up, each of which is added by itself.
+constexpr int GATE_SHARES = 4;
+// Parts of an item of gate and up, one for each warp of a team; parts of a pair of experts of down.
+constexpr int GATE_PARTS = (GATE_STEPS + GATE_AT_ONCE - 1) / GATE_AT_ONCE;
+constexpr int DOWN_PARTS = (DOWN_STEPS + DOWN_AT_ONCE - 1) / DOWN_AT_ONCE;
+constexpr int TEAMS = WARPS / GATE_PARTS, JOBS = (CHOSEN + 1) / 2 * DOWN_PARTS;
+static_assert(TEAMS * GATE_PARTS == WARPS, "teams");
+// Parts of a result, a power of two: some may be of no expert.
+constexpr int RESULT_PARTS = SHARES * (CHOSEN > 8 ? 16 : CHOSEN > 4 ? 8 : CHOSEN > 2 ? 4 : 2);
+constexpr int MOST_ITEMS = 8;  // of down, each with a warp that finishes it
+
+// ---- A slot of the ring: codes of 16 rows, and behind them scales and biases ----
+constexpr int CODE_BYTES = 16 * (GATE_ROW > DOWN_ROW ? GATE_ROW : DOWN_ROW);
+// Experts of down in a slot, and slots of an item.
+constexpr int IN_SLOT = CODE_BYTES / (16 * DOWN_ROW) * 2;
+constexpr int DOWN_SLOTS = (CHOSEN + IN_SLOT - 1) / IN_SLOT;
+// Eight rows have a scale each, or one for all.
+constexpr int GATE_SCALES = GATE_HEIGHT == 1 ? 8 : 1, DOWN_SCALES = DOWN_HEIGHT == 1 ? 8 : 1;
+static_assert(GATE_SCALES == 8 || GATE_HEIGHT % 8 == 0, "rows");
+static_assert(DOWN_SCALES == 8 || DOWN_HEIGHT % 8 == 0, "rows");
+// Where biases are behind scales: of gate and up; of an expert of down.
+constexpr int GATE_BIASES = up_to(4 * 2 * GATE_GROUPS * GATE_SCALES, 16);
+constexpr int DOWN_BIASES = up_to(4 * DOWN_GROUPS * DOWN_SCALES, 16);
+constexpr int GATE_BESIDE = GATE_BIASES + 32, DOWN_BESIDE = DOWN_BIASES + 16;
+constexpr int BESIDE = GATE_BESIDE > IN_SLOT * DOWN_BESIDE ? GATE_BESIDE : IN_SLOT * DOWN_BESIDE;
+constexpr int SLOT_BYTES = CODE_BYTES + up_to(BESIDE, 128);
+
+struct Operands {
+    const u16* x;
+    const unsigned char *gate_up, *down;
+    const float *gate_up_scales, *down_scales;
+    const u16 *gate_up_bias, *down_bias;
+    // The experts and their weights, or what they are chosen from.
+    const int* ids;
+    const float* weights;
+    Logits logits;
+    u16* out;
+    // Of the next norm.
+    const void* next_norm;
+    u16* next_weighted;
+    float* next_squares;
+    // Inner values, and a counter of blocks that have written theirs.
+    char* inner;
+    u32* arrived;
+};
+
+// ---- The ring ----
+
+struct Ring {
+    u32 memory, full, done, empty;
+
+    __device__ __forceinline__ void init() const {
+        for (int slot = 0; slot < STAGES; slot++) {
+            // The copy of codes, and a warp's copies of what is behind them.
+            barrier_init(full + 8 * slot, 1 + 32);
+            barrier_init(done + 8 * slot, GATE_PARTS);
+            barrier_init(empty + 8 * slot, 1);
+        }
+    }
+
+    // index: of a slot's content among all of a block.
+    __device__ __forceinline__ u32 content(int index) const {
+        return memory + slot(index) * SLOT_BYTES;
+    }
+    __device__ __forceinline__ u32 beside(int index) const { return content(index) + CODE_BYTES; }
+    __device__ __forceinline__ u32 is_full(int index) const { return full + 8 * slot(index); }
+    __device__ __forceinline__ u32 is_done(int index) const { return done + 8 * slot(index); }
+    __device__ __forceinline__ u32 is_empty(int index) const { return empty + 8 * slot(index); }
+    __device__ __forceinline__ static int slot(int index) { return index % STAGES; }
+    // Whether a slot is used for an odd time.
+    __device__ __forceinline__ u32 phase(int index) const { return index / STAGES & 1; }
+
+    __device__ __forceinline__ void wait_until_empty(int index) const {
+        barrier_wait(is_empty(index), phase(index) ^ 1);
+    }
+    __device__ __forceinline__ void wait_until_full(int index) const {
+        barrier_wait(is_full(index), phase(index));
+    }
+};
+
+// What a block has to do.
+struct Share {
+    int gate_items, down_items;
+
+    __device__ __forceinline__ Share() {
+        const int block = blockIdx.x, blocks = gridDim.x;
+        gate_items = (CHOSEN * GATE_TILES - block + blocks - 1) / blocks;
+        // Blocks with an item less have more of down.
+        down_items = (DOWN_TILES - (blocks - 1 - block) + blocks - 1) / blocks;
+    }
+    // Returns an item's place among those of all experts.
+    __device__ __forceinline__ int gate_tile(int item) const {
+        return blockIdx.x + item * gridDim.x;
+    }
+    // Returns the first of an item's results.
+    __device__ __forceinline__ int column(int item) const {
+        return (gridDim.x - 1 - blockIdx.x + item * gridDim.x) * 8;
+    }
+    // Returns the content of the ring that has an expert's part of an item of down.
+    __device__ __forceinline__ int content(int item, int place) const {
+        return gate_items + item * DOWN_SLOTS + place / IN_SLOT;
+    }
+};
+
+// Copies the scales of eight rows, as a warp. Groups of columns lie `between` numbers apart, and
+// `apart` bytes in shared memory.
+template <int GROUPS, int COUNT>
+__device__ __forceinline__ void copy_scales(
+    u32 target, const float* scales, int between, int apart) {
+    constexpr int PIECES = COUNT == 8 ? 2 : 1;
+    for (int i = threadIdx.x % 32; i < GROUPS * PIECES; i += 32) {
+        const u32 to = target + i / PIECES * apart + i % PIECES * 16;
+        const float* from = scales + u64(i / PIECES) * between + i % PIECES * 4;
+        if (COUNT == 8) copy_16(to, from, 16);
+        else copy_4(to, from);
+    }
+}
+
+// Loads an item of gate and up, as a warp.
+__device__ __forceinline__ void load_gate(
+    const Ring& ring, const Operands& given, int item, int tile, int expert, u64 once) {
+    const int lane = threadIdx.x % 32, column = tile % GATE_TILES * 8;
+    const u64 matrix = u64(expert) * (2 * INNER);
+    const u32 beside = ring.beside(item), full = ring.is_full(item);
+    ring.wait_until_empty(item);
+    for (int half = 0; half < 2; half++) {
+        const int row = column + half * INNER;
+        copy_scales<GATE_GROUPS, GATE_SCALES>(
+            beside + half * 4 * GATE_SCALES,
+            given.gate_up_scales + u64(expert) * (GATE_GROUPS * GATE_ROWS) + row / GATE_HEIGHT,
+            GATE_ROWS, 8 * GATE_SCALES);
+        if (GATE_BIAS && lane == half)
+            copy_16(beside + GATE_BIASES + half * 16, given.gate_up_bias + matrix + row, 16);
+    }
+    arrive_when_copied(full);
+    if (lane == 0) {
+        barrier_expect(full, 16 * GATE_ROW);
+        for (int half = 0; half < 2; half++)
+            load_bytes_by(
+                ring.content(item) + half * 8 * GATE_ROW,
+                given.gate_up + (matrix + column + half * INNER) * GATE_ROW, 8 * GATE_ROW, full,
+                once);
+    }
+    __syncwarp();
+}
+
+// Loads an item of down, as a warp.
+__device__ __forceinline__ void load_down(
+    const Ring& ring, const Share& share, const int* ids, const Operands& given, int item,
+    u64 once) {
+    const int lane = threadIdx.x % 32, column = share.column(item);
+    for (int begin = 0; begin < CHOSEN; begin += IN_SLOT) {
+        const int count = min(IN_SLOT, CHOSEN - begin), index = share.content(item, begin);
+        const u32 full = ring.is_full(index);
+        ring.wait_until_empty(index);
+        for (int i = 0; i < count; i++) {
+            const u64 expert = ids[begin + i];
+            const u32 beside = ring.beside(index) + i * DOWN_BESIDE;
+            copy_scales<DOWN_GROUPS, DOWN_SCALES>(
+                beside,
+                given.down_scales + expert * (DOWN_GROUPS * DOWN_ROWS) + column / DOWN_HEIGHT,
+                DOWN_ROWS, 4 * DOWN_SCALES);
+            if (DOWN_BIAS && lane == i)
+                copy_16(beside + DOWN_BIASES, given.down_bias + expert * WIDTH + column, 16);
+        }
+        arrive_when_copied(full);
+        if (lane == 0) {
+            barrier_expect(full, count * 8 * DOWN_ROW);
+            for (int i = 0; i < count; i++)
+                load_bytes_by(
+                    ring.content(index) + i * 8 * DOWN_ROW,
+                    given.down + (u64(ids[begin + i]) * WIDTH + column) * DOWN_ROW, 8 * DOWN_ROW,
+                    full, once);
+        }
+        __syncwarp();
+    }
+}
+
+// Chooses the experts and loads codes, as a warp. The first codes are asked for before the last
+// experts are chosen, and one after the other: else the first would come as late as the last.
+__device__ __forceinline__ void load(
+    const Ring& ring, const Share& share, int* ids, const Operands& given) {
+    const int lane = threadIdx.x % 32;
+    const u64 once = read_once();
+    int item = 0;
+    if (PARTS > 0) {
+        Choice choice(given.logits);
+        for (int place = 0; place < CHOSEN; place++) {
+            int index;
+            choice.take(index);
+            if (lane == 0) ids[place] = index;
+            for (; item < min(share.gate_items, STAGES); item++) {
+                const int tile = share.gate_tile(item);
+                if (tile / GATE_TILES > place) break;
+                load_gate(ring, given, item, tile, index, once);
+            }
+        }
+    } else if (lane < CHOSEN) {
+        ids[lane] = given.ids[lane];
+    }
+    __syncwarp();
+    for (; item < share.gate_items; item++) {
+        const int tile = share.gate_tile(item);
+        load_gate(ring, given, item, tile, ids[tile / GATE_TILES], once);
+    }
+    for (int i = 0; i < share.down_items; i++) load_down(ring, share, ids, given, i, once);
+}
+
+// ---- Sums of steps ----
+
+// Copies x to shared memory, eight numbers a thread. Behind the last one are zeros.
+__device__ __forceinline__ void copy_x(char* target, const u16* x) {
+    for (int column = threadIdx.x * 8; column < GATE_STEPS * STEP; column += WARPS * 32 * 8) {
+        uint4 eight = make_uint4(0, 0, 0, 0);
+        if (column < WIDTH) eight = *reinterpret_cast<const uint4*>(x + column);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            *reinterpret_cast<u32*>(target + place_of_input(column + 2 * i)) = word_of(eight, i);
+    }
+}
+
+// Returns the sum of powers of two of parts, in the order in which a warp's threads add them.
+template <int COUNT>
+__device__ __forceinline__ float sum_of_parts(const float* parts, int apart) {
+    if constexpr (COUNT == 1) return parts[0];
+    else
+        return sum_of_parts<COUNT / 2>(parts, 2 * apart) +
+            sum_of_parts<COUNT / 2>(parts + apart, 2 * apart);
+}
+
+// ---- Gate and up ----
+
+// Multiplies a warp's steps of its team's items.
+__device__ __forceinline__ void multiply_gate(const Ring& ring, const Share& share, u32 x) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int first = warp % GATE_PARTS * GATE_AT_ONCE;
+    for (int item = warp / GATE_PARTS; item < share.gate_items; item += TEAMS) {
+        ring.wait_until_full(item);
+        const u32 own = ring.beside(item) + (GATE_SCALES > 1 ? lane / 4 * 4 : 0);
+        float scales[GATE_AT_ONCE][2];
+        read_scales<GATE_AT_ONCE, GATE_STEPS, GATE_GROUP>(
+            scales, own, own + 4 * GATE_SCALES, first, 8 * GATE_SCALES);
+        multiply_steps<GATE_AT_ONCE, GATE_ROW, GATE_STEPS>(ring.content(item), x, first, 2, scales);
+        if (lane == 0) barrier_arrive_here(ring.is_done(item));
+    }
+}
+
+// Writes the inner value of each of eight threads.
+__device__ __forceinline__ void write_inner(float value, int tile, const Operands& given) {
+    const int lane = threadIdx.x % 32, column = tile % GATE_TILES * 8;
+    const float next = __shfl_down_sync(~0u, value, 1);
+    char* target = given.inner + tile / GATE_TILES * (DOWN_STEPS * INPUT_BYTES);
+    if (lane >= 8 || lane % 2) return;
+    *reinterpret_cast<u32*>(target + place_of_input(column + lane)) = packed(value, next);
+    // Behind the last inner value are zeros.
+    if (column + 8 == INNER)
+        for (int filled = INNER + lane; filled < DOWN_STEPS * STEP; filled += 8)
+            *reinterpret_cast<u32*>(target + place_of_input(filled)) = 0;
+}
+
+// Adds the steps of all items, and writes inner values, as a warp. A thread has a row of gate or of
+// up, and two shares of its columns.
+__device__ __forceinline__ void finish_gate(
+    const Ring& ring, const Share& share, const Operands& given) {
+    const int lane = threadIdx.x % 32, row = lane % 16, half = row / 8;
+    for (int item = 0; item < share.gate_items; item++) {
+        barrier_wait(ring.is_done(item), ring.phase(item));
+        const u32 sums = ring.content(item) + row * 4, beside = ring.beside(item);
+        const u32 scales = beside + (half * GATE_SCALES + (GATE_SCALES > 1 ? row % 8 : 0)) * 4;
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const float added = sum_of_share<GATE_GROUP, GATE_STEPS, GATE_SHARES>(
+                sums, scales, lane / 16 + 2 * i, 8 * GATE_SCALES);
+            sum = i ? sum + added : added;
+        }
+        const float bias = GATE_BIAS ? widened(half_word(beside + GATE_BIASES + row * 2)) : 0.0f;
+        // The copy engine writes next where threads have read and written.
+        shared_memory_fence();
+        __syncwarp();
+        if (lane == 0) barrier_arrive_here(ring.is_empty(item));
+        sum += __shfl_xor_sync(~0u, sum, 16);
+        if (GATE_BIAS) sum += bias;
+        write_inner(activated(sum, __shfl_down_sync(~0u, sum, 8)), share.gate_tile(item), given);
+    }
+    __syncwarp();
+}
+
+// Waits until all blocks have written their inner values, and copies them, as one thread.
+__device__ __forceinline__ void load_inner(u32 target, u32 there, const Operands& given) {
+    // The counter goes up to twice the number of blocks, and then to 0: a launch fills one half.
+    u32 before, now;
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    asm volatile("atom.inc.relaxed.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(given.arrived), "r"(2 * gridDim.x - 1)
+                 : "memory");
+    const bool second = before >= gridDim.x;
+    do {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                     : "=r"(now)
+                     : "l"(given.arrived)
+                     : "memory");
+    } while ((now >= gridDim.x) == second);
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+    // What others wrote as threads is read by the copy engine.
+    asm volatile("fence.proxy.async;" ::: "memory");
+    barrier_expect(there, INNER_BYTES);
+    load_bytes(target, given.inner, INNER_BYTES, there);
+}
+
+// ---- Down ----
+
+// Returns where an expert's codes of an item are.
+__device__ __forceinline__ u32 codes_of_expert(
+    const Ring& ring, const Share& share, int item, int place) {
+    return ring.content(share.content(item, place)) + place % IN_SLOT * 8 * DOWN_ROW;
+}
+
+// Returns where an expert's scales of an item are.
+__device__ __forceinline__ u32 beside_expert(
+    const Ring& ring, const Share& share, int item, int place) {
+    return ring.beside(share.content(item, place)) + place % IN_SLOT * DOWN_BESIDE;
+}
+
+// Multiplies a warp's pairs of experts and some of their steps, of all items.
+__device__ __forceinline__ void multiply_down(
+    const Ring& ring, const Share& share, u32 inner, u32 there, u32 done) {
+    const int lane = threadIdx.x % 32;
+    const u32 row = DOWN_SCALES > 1 ? lane / 4 * 4 : 0;
+    barrier_wait(there, 0);
+    int item = 0;
+    for (int job = threadIdx.x / 32;; job += WARPS) {
+        for (; job >= JOBS; job -= JOBS) item++;
+        if (item >= share.down_items) break;
+        const int place = job / DOWN_PARTS * 2, other = min(place + 1, CHOSEN - 1);
+        const int first = job % DOWN_PARTS * DOWN_AT_ONCE;
+        // Columns of the second operand are inner values of both experts, in turn.
+        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * (DOWN_STEPS * INPUT_BYTES);
+        ring.wait_until_full(share.content(item, place));
+        float scales[DOWN_AT_ONCE][2];
+        read_scales<DOWN_AT_ONCE, DOWN_STEPS, DOWN_GROUP>(
+            scales, beside_expert(ring, share, item, place) + row,
+            beside_expert(ring, share, item, other) + row, first, 4 * DOWN_SCALES);
+        multiply_steps<DOWN_AT_ONCE, DOWN_ROW, DOWN_STEPS>(
+            codes_of_expert(ring, share, item, place), inputs, first, 3, scales);
+        if (lane == 0) barrier_arrive_here(done + 8 * item);
+    }
+}
+
+__device__ __forceinline__ float norm_weight(const Operands& given, int column) {
+    return WIDE_NORM ? static_cast<const float*>(given.next_norm)[column]
+                     : widened(static_cast<const u16*>(given.next_norm)[column]);
+}
+
+// Adds the experts' parts of eight results, and begins the next norm, as a warp. A thread has a
+// result, and every fourth part. before, norm: of its result.
+__device__ __forceinline__ void finish_down(
+    const Ring& ring, const Share& share, int item, const float* weights, u32 done, float before,
+    float norm, const Operands& given) {
+    constexpr int OWN = RESULT_PARTS > 4 ? RESULT_PARTS / 4 : 1;
+    const int lane = threadIdx.x % 32, row = lane % 8, column = share.column(item);
+    const int at = column + row;
+    float values[OWN];
+    barrier_wait(done + 8 * item, 0);
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        const int part = lane / 8 + 4 * i, place = min(part / SHARES, CHOSEN - 1);
+        const u32 both = codes_of_expert(ring, share, item, place / 2 * 2);
+        const u32 sums = both + place % 2 * 32 + row * 4;
+        const u32 beside = beside_expert(ring, share, item, place);
+        float sum = sum_of_share<DOWN_GROUP, DOWN_STEPS, SHARES>(
+            sums, beside + (DOWN_SCALES > 1 ? row * 4 : 0), part % SHARES, 4 * DOWN_SCALES);
+        if (DOWN_BIAS && part % SHARES == 0)
+            sum += widened(half_word(beside + DOWN_BIASES + row * 2));
+        values[i] = part < SHARES * CHOSEN ? __fmul_rn(sum, weights[place]) : 0.0f;
+    }
+    float result = sum_of_parts<OWN>(values, 1);
+    result += __shfl_xor_sync(~0u, result, 16);
+    result += __shfl_xor_sync(~0u, result, 8);
+    if (ADD) result += before;
+    const u16 bits = u16(packed(result, 0.0f));
+    if (lane < 8) given.out[at] = bits;
+    if (!NEXT) return;
+    const float wide = widened(bits);
+    float square = wide * wide;
+#pragma unroll
+    for (int apart = 4; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
+    if (lane < 8) given.next_weighted[at] = u16(packed(wide * norm, 0.0f));
+    if (lane == 0) given.next_squares[column / 8] = square;
+}
+
+extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
+    const __grid_constant__ Operands given, const __grid_constant__ Factors factors) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ __align__(16) char x[GATE_STEPS * INPUT_BYTES];
+    __shared__ int ids[CHOSEN];
+    __shared__ float weights[CHOSEN];
+    __shared__ __align__(8) u64 barriers[3 * STAGES + MOST_ITEMS + 1];
+    const u32 first = shared_address(barriers), done = first + 24 * STAGES;
+    const u32 there = done + 8 * MOST_ITEMS;
+    const u32 inner = shared_address(memory);
+    const Ring ring{inner + INNER_BYTES, first, first + 8 * STAGES, first + 16 * STAGES};
+    if (threadIdx.x == 0) {
+        ring.init();
+        for (int item = 0; item < MOST_ITEMS; item++) barrier_init(done + 8 * item, JOBS);
+        barrier_init(there, 1);
+        barrier_init_done();
+    }
+    __syncthreads();
+    wait_for_kernels_before();
+    let_next_kernel_start();
+    const Share share;
+    const int warp = threadIdx.x / 32;
+    if (warp == WARPS) {
+        load(ring, share, ids, given);
+    } else if (warp == WARPS + 1) {
+        if (PARTS > 0) weigh(weights, given.logits, factors);
+        else if (threadIdx.x % 32 < CHOSEN)
+            weights[threadIdx.x % 32] = given.weights[threadIdx.x % 32];
+        finish_gate(ring, share, given);
+        if (threadIdx.x % 32 == 0) load_inner(inner, there, given);
+    } else {
+        // What is read later would wait behind all codes.
+        const bool finishes = warp < share.down_items;
+        const int own = share.column(finishes ? warp : 0) + threadIdx.x % 8;
+        const float before = ADD ? widened(given.out[own]) : 0.0f;
+        const float norm = NEXT ? norm_weight(given, own) : 0.0f;
+        copy_x(x, given.x);
+        named_sync<32 * WARPS>(1);
+        multiply_gate(ring, share, shared_address(x));
+        multiply_down(ring, share, inner, there, done);
+        if (finishes) finish_down(ring, share, warp, weights, done, before, norm, given);
+    }
+}

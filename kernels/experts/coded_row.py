@@ -1,0 +1,377 @@
+"""Both products of coded experts for one row, in one kernel of a Hopper GPU.
+
+The kernel is kernels/cuda/source/expert_row.cu. Reading the experts' matrices takes the time, and
+does not stop between the two products. A row has the bits that coded_few_gluon.py computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from sidestep.kernels.cuda.compiler import compiles, cubin
+from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
+from sidestep.kernels.experts.common.choice_triton import NO_CHOICE, kernel_choice
+from sidestep.kernels.experts.common.cuda_options import Activation, options_of
+from sidestep.kernels.experts.common.experts_config import RegisterConfigs
+from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.gpu import is_hopper
+from sidestep.kernels.launch import cdiv, next_power_of_2, num_processors
+from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
+from sidestep.kernels.ops.routing import Routed, Undecided
+from sidestep.kernels.quantized.device_matrix import STEP
+
+_KINDS = ("fp8", "int8", "int4", "mxfp4")
+_MEMORY = 226 << 10
+"""Shared memory of a block."""
+_GATE_SHARES = 4
+"""Shares of the columns of gate and up, each of which is added by itself."""
+_MOST_WARPS, _TEAM, _MOST_ITEMS = 16, 8, 8
+"""Warps that multiply, those that share an item of gate and up, and a block's items of down."""
+_OUTPUTS = 8
+"""Inner values, or results, of an item."""
+_MOST_CHOSEN, _MOST_AT_ONCE = 16, 4
+"""Experts of a token, and steps that a warp multiplies at once."""
+_LEAST_RING = 128 << 10
+"""Bytes of codes on their way, so that the memory does not rest."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The form of a product's coded matrices."""
+
+    columns: int
+    group: int
+    """Columns that share a scale, or 0 for all."""
+    height: int
+    """Rows that share a scale."""
+    bias: bool
+
+    @property
+    def steps(self) -> int:
+        """Steps of a row."""
+        return cdiv(self.columns, STEP)
+
+    @property
+    def scales(self) -> int:
+        """Scales of eight rows."""
+        groups = cdiv(self.columns, self.group) if self.group else 1
+        return groups * (8 if self.height == 1 else 1)
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """The logits that the kernel chooses a row's experts from."""
+
+    parts: int = 0
+    """Parts of the router's product; 0 if experts are given."""
+    wide: int = 0
+    """Numbers of a row of it."""
+    normalised: bool = False
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Where a row's result goes."""
+
+    add: bool
+    next: bool
+    """Whether the next norm is begun."""
+    wide_norm: bool
+    """Whether its weight is float32."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of the kernel, which is compiled for it."""
+
+    dtype: torch.dtype
+    kind: str
+    zeros: bool
+    experts: int
+    chosen: int
+    gate_up: Matrix
+    down: Matrix
+    shares: int
+    """Shares of an expert's columns of down, each of which is added by itself."""
+    blocks: int
+    activation: Activation
+    choosing: Choosing
+    ending: Ending
+
+    @property
+    def _step_bytes(self) -> int:
+        """Bytes of codes of a row's step."""
+        return STEP if self.kind in ("fp8", "int8") else STEP // 2
+
+    @property
+    def _in_slot(self) -> int:
+        """Experts of down of a slot of the ring, which has codes of 16 rows."""
+        return max(self.gate_up.steps // self.down.steps, 1) * 2
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of a slot: codes, and behind them scales and biases."""
+        codes = 16 * max(self.gate_up.steps, self.down.steps) * self._step_bytes
+        gate = cdiv(8 * self.gate_up.scales, 16) * 16 + 32
+        down = cdiv(4 * self.down.scales, 16) * 16 + 16
+        return codes + cdiv(max(gate, self._in_slot * down), 128) * 128
+
+    @property
+    def _inner_bytes(self) -> int:
+        """Bytes of all inner values."""
+        return self.chosen * self.down.steps * STEP * 2
+
+    @property
+    def _most_stages(self) -> int:
+        """Slots that there is room for, beside the inputs and barriers."""
+        beside = self._inner_bytes + self.gate_up.steps * STEP * 2 + 1024
+        return (_MEMORY - beside) // self._slot_bytes
+
+    @property
+    def _down_items(self) -> int:
+        """Items of down of a block, at most."""
+        return cdiv(self.gate_up.columns // _OUTPUTS, self.blocks)
+
+    @property
+    def _down_slots(self) -> int:
+        """Slots that these items need."""
+        return self._down_items * cdiv(self.chosen, self._in_slot)
+
+    @property
+    def stages(self) -> int:
+        """Slots of the ring: whole turns of the teams.
+
+        If the next layer's matrices are in codes too, its programs keep them in shared memory, and
+        the more of them start early, the better. So the ring is as small as it may be: all that a
+        block has of down must fit. Models whose experts are MXFP4 have other matrices in 16 bits,
+        which need no such memory.
+        """
+        teams = self.warps // self._gate_parts
+        room = self._most_stages // teams * teams
+        least = max(cdiv(_LEAST_RING, self._slot_bytes), self._down_slots)
+        return room if self.kind == "mxfp4" else min(room, cdiv(least, teams) * teams)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of memory that a launch gives to a block."""
+        return self._inner_bytes + self.stages * self._slot_bytes
+
+    @property
+    def gate_at_once(self) -> int:
+        """Steps of an item of gate and up that a warp multiplies."""
+        return cdiv(self.gate_up.steps, _TEAM)
+
+    @property
+    def _gate_parts(self) -> int:
+        """Warps of a team."""
+        return cdiv(self.gate_up.steps, self.gate_at_once)
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply: whole teams."""
+        return _MOST_WARPS // self._gate_parts * self._gate_parts
+
+    @property
+    def down_at_once(self) -> int:
+        """Steps of a pair of experts that a warp multiplies: those with which all are soonest done.
+
+        Each time costs as much as 0.4 steps.
+        """
+        pairs = self._down_items * cdiv(self.chosen, 2)
+
+        def took(at_once: int) -> float:
+            return cdiv(pairs * cdiv(self.down.steps, at_once), self.warps) * (at_once + 0.4)
+
+        return min(range(1, _MOST_AT_ONCE + 1), key=took)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: warps that multiply, load and finish."""
+        return 32 * (self.warps + 2)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether blocks have room for all that they have of down."""
+        few = self._down_items <= _MOST_ITEMS and self.gate_at_once <= _MOST_AT_ONCE
+        return few and self._down_slots <= self.stages
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """The options of the compiler."""
+        own = {
+            "KIND": _KINDS.index(self.kind),
+            "ZEROS": int(self.zeros),
+            "EXPERTS": self.experts,
+            "WIDTH": self.gate_up.columns,
+            "INNER": self.down.columns,
+            "SHARES": self.shares,
+            "STAGES": self.stages,
+            "WARPS": self.warps,
+            "GATE_AT_ONCE": self.gate_at_once,
+            "DOWN_AT_ONCE": self.down_at_once,
+        }
+        for name, matrix in (("GATE", self.gate_up), ("DOWN", self.down)):
+            own |= {
+                f"{name}_GROUP": matrix.group,
+                f"{name}_HEIGHT": matrix.height,
+                f"{name}_BIAS": int(matrix.bias),
+            }
+        rest = asdict(self.choosing) | asdict(self.ending)
+        own |= {name.upper(): int(value) for name, value in rest.items()}
+        return options_of(self.dtype, self.activation, self.chosen, bias=False) | own
+
+
+class _Operands(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            "x",
+            "gate_up",
+            "down",
+            "gate_up_scales",
+            "down_scales",
+            "gate_up_bias",
+            "down_bias",
+            "ids",
+            "weights",
+            "parts",
+            "logit_bias",
+            "out",
+            "next_norm",
+            "next_weighted",
+            "next_squares",
+            "inner",
+            "arrived",
+        )
+    )
+
+
+class _Factors(ctypes.Structure):
+    _fields_ = (("scale", ctypes.c_float), ("tiny", ctypes.c_float))
+
+
+@functools.cache
+def _arrived(device: torch.device) -> Tensor:
+    """Return the counter of blocks that have written their inner values."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def compiled(form: Form) -> Path:
+    """Return the file of the machine code for this form."""
+    return cubin("expert_row", form.options, {})
+
+
+def _kernel(file: Path, form: Form) -> Kernel:
+    return Kernel(file, "expert_row", threads=form.threads, shared=form.shared)
+
+
+_KERNELS = Kernels(compiled, _kernel)
+
+
+def takes_row(
+    x: Tensor,
+    routed: Routed | Undecided,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
+    configs: RegisterConfigs,
+) -> bool:
+    """Return whether the kernel multiplies these rows: one, on a Hopper GPU.
+
+    configs: those by which the other kernels would add the row's numbers.
+    """
+    if len(x) > 1 or not (is_hopper(x.device) and runs_or_compiles(x) and compiles()):
+        return False
+    codings, whole = (gate_up.coding, down.coding), x.shape[1] % 8 == gate_up.num_rows % 16 == 0
+    same = len({(coding.kind, coding.zeros) for coding in codings}) == 1
+    simple = all(coding.height == 1 or coding.height % 8 == 0 for coding in codings)
+    if not (whole and same and simple and configs.gate_up.warps == _GATE_SHARES):
+        return False
+    form = _form(x, routed, gate_up, down, configs, (False, None, None), Ending(True, True, True))
+    return routed.chosen <= _MOST_CHOSEN and form.fits
+
+
+def _matrix(columns: int, codes: ExpertCodes) -> Matrix:
+    """Return the form of matrices with as many columns."""
+    return Matrix(columns, codes.coding.width, codes.coding.height, codes.bias is not None)
+
+
+def _form(
+    x: Tensor,
+    routed: Routed | Undecided,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
+    configs: RegisterConfigs,
+    activation: Activation,
+    ending: Ending,
+) -> Form:
+    """Return the form of the kernel for these operands."""
+    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
+    return Form(
+        x.dtype,
+        gate_up.coding.kind,
+        gate_up.coding.zeros,
+        gate_up.num_experts,
+        routed.chosen,
+        _matrix(x.shape[1], gate_up),
+        _matrix(gate_up.num_rows // 2, down),
+        shares=max(1, configs.down.warps // next_power_of_2(routed.chosen)),
+        blocks=num_processors(x.device),
+        activation=activation,
+        choosing=Choosing(choice.num_parts, choice.wide, choice.normalised),
+        ending=ending,
+    )
+
+
+def multiply_row(
+    x: Tensor,
+    routed: Routed | Undecided,
+    out: Tensor,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
+    activation: Activation,
+    configs: RegisterConfigs,
+    *,
+    add: bool,
+    norm: RmsNorm | None = None,
+) -> BegunNorm | None:
+    """Write or add what multiply_experts does, for x [1, D]. activation: as there.
+
+    routed: experts that are not chosen yet are those that kernels can choose.
+    """
+    begun = room_to_begin(norm, out, x.shape[1] // _OUTPUTS)
+    wide_norm = begun is not None and norm is not None and norm.weight.dtype == torch.float32
+    ending = Ending(add, begun is not None, wide_norm)
+    form = _form(x, routed, gate_up, down, configs, activation, ending)
+    inner = x.new_empty(form.chosen, form.down.steps * STEP)
+    kernel = _KERNELS.to_launch(form, x)
+    if kernel is None:
+        return begun
+    ids, weights = routed if isinstance(routed, Routed) else (None, None)
+    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
+    tensors = (
+        x,
+        gate_up.words,
+        down.words,
+        gate_up.scales,
+        down.scales,
+        gate_up.bias,
+        down.bias,
+        ids,
+        weights,
+        choice.parts,
+        choice.bias,
+        out,
+        None if norm is None else norm.weight,
+        *(begun or (None, None)),
+        inner,
+        _arrived(x.device),
+    )
+    addresses = (None if one is None else one.data_ptr() for one in tensors)
+    kernel.launch(form.blocks, [_Operands(*addresses), _Factors(choice.scale, choice.tiny)])
+    return begun
