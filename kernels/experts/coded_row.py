@@ -37,8 +37,9 @@ _OUTPUTS = 8
 """Inner values, or results, of an item."""
 _MOST_CHOSEN, _MOST_AT_ONCE = 16, 4
 """Experts of a token, and steps that a warp multiplies at once."""
-_LEAST_RING = 128 << 10
-"""Bytes of codes on their way, so that the memory does not rest."""
+_LEAST_RING, _MOST_STAGES = 128 << 10, 32
+"""Bytes of codes on their way, so that the memory does not rest, and slots for which there are
+barriers."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Form:
     def _most_stages(self) -> int:
         """Slots that there is room for, beside the inputs and barriers."""
         beside = self._inner_bytes + self.gate_up.steps * STEP * 2 + 1024
-        return (_MEMORY - beside) // self._slot_bytes
+        return min(_MOST_STAGES, (_MEMORY - beside) // self._slot_bytes)
 
     @property
     def _down_items(self) -> int:

@@ -1,0 +1,81 @@
+"""Forms of the kernel for one row of coded experts keep to a processor's memory and its rules."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sidestep.kernels.experts.coded_row import Choosing, Ending, Form, Matrix
+
+MEMORY = 227 << 10
+"""Bytes that a block of Hopper may have."""
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> Form:
+    kind = draw(st.sampled_from(("fp8", "int8", "int4", "mxfp4")))
+    chosen = draw(st.integers(1, 16))
+
+    def matrix(columns: int) -> Matrix:
+        group = 128 if kind == "mxfp4" else draw(st.sampled_from((0, 128, 256)))
+        height = 1 if kind == "mxfp4" else draw(st.sampled_from((1, 8, 128)))
+        return Matrix(columns, group, height, draw(st.booleans()))
+
+    return Form(
+        torch.bfloat16,
+        kind,
+        kind == "int4",
+        draw(st.integers(chosen, 512)),
+        chosen,
+        matrix(8 * draw(st.integers(1, 640))),
+        matrix(8 * draw(st.integers(1, 640))),
+        shares=draw(st.sampled_from((1, 2, 4))),
+        blocks=draw(st.sampled_from((78, 114, 132))),
+        activation=(False, None, None),
+        choosing=Choosing(1, 512, True),
+        ending=Ending(True, True, False),
+    )
+
+
+@given(forms())
+def test_forms_that_fit_keep_to_the_rules(form: Form) -> None:
+    if not form.fits:
+        return
+    options = {name: int(value) for name, value in form.options.items() if isinstance(value, int)}
+    stages, warps = options["STAGES"], options["WARPS"]
+    parts = -(-form.gate_up.steps // options["GATE_AT_ONCE"])
+    # Barriers of slots and items, the experts' ids and weights, and the inputs.
+    fixed = 8 * (3 * stages + 9) + 8 * form.chosen + 256 * form.gate_up.steps
+    assert form.shared + fixed <= MEMORY
+    assert warps % parts == 0 and warps <= 16, "whole teams"
+    assert stages % (warps // parts) == 0, "all of a slot's items belong to one team"
+    items = -(-form.gate_up.columns // (8 * form.blocks))
+    assert items <= min(8, warps), "each item of down has a warp that finishes it"
+    in_slot = max(1, form.gate_up.steps // form.down.steps) * 2
+    assert items * -(-form.chosen // in_slot) <= stages, "a block has room for all items of down"
+
+
+def test_experts_of_known_models_fit() -> None:
+    """The sizes of Qwen3-30B-A3B, gpt-oss-20b and Qwen3-Next-80B-A3B, on an H200."""
+    for kind, height, experts, chosen, width, inner in (
+        ("fp8", 1, 128, 8, 2048, 768),
+        ("fp8", 128, 128, 8, 2048, 768),
+        ("mxfp4", 1, 32, 4, 2880, 2880),
+        ("fp8", 128, 512, 10, 2048, 512),
+    ):
+        form = Form(
+            torch.bfloat16,
+            kind,
+            False,
+            experts,
+            chosen,
+            Matrix(width, 128, height, False),
+            Matrix(inner, 128, height, False),
+            shares=1,
+            blocks=132,
+            activation=(False, None, None),
+            choosing=Choosing(),
+            ending=Ending(True, True, False),
+        )
+        assert form.fits
