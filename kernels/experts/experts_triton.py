@@ -119,13 +119,9 @@ def multiply_experts(
             rows == 1 and unsorted and chosen_in_kernels(routed)
         ):
             routed = decided(routed)
-        if (
-            isinstance(coded, RegisterConfigs)
-            and not some
-            and takes_row(x, routed, gate_up, down, coded)
-        ):
-            return multiply_row(x, routed, out, *matrices, coded, add=add, norm=begun)
         if isinstance(coded, RegisterConfigs):
+            if configs is None and not some and takes_row(x, routed, gate_up, down, coded):
+                return multiply_row(x, routed, out, *matrices, coded, add=add, norm=begun)
             # Not every version of Triton has its language.
             from sidestep.kernels.experts.coded_few_gluon import multiply_from_registers
 
