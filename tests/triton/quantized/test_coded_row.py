@@ -13,9 +13,9 @@ from sidestep.kernels.experts.common.experts_config import RegisterConfigs, regi
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.ops.rms_norm import RmsNorm
 from sidestep.kernels.ops.routing import Choice, Routed, Undecided
-from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
+from tests.triton.quantized.coded_matrices import Form, guarded_codes, matrix_of
 from tests.triton.quantized.test_coded_experts import EXPERTS, experts_of
-from tests.triton.quantized.test_register_experts import mxfp4
+from tests.triton.quantized.test_register_experts import FORMS, mxfp4
 from tests.triton.support import (
     DEVICE,
     PoisonedAllocations,
@@ -26,13 +26,6 @@ from tests.triton.support import (
 )
 
 pytestmark = needs_hopper
-FORMS = [
-    Form("fp8", 128, 128),
-    Form("fp8", WHOLE),
-    Form("int8", WHOLE),
-    Form("int4", 128),
-    Form("int4", WHOLE, zeros=True),
-]
 SIZES = [(1600, 400, 2), (2048, 768, 3), (640, 1152, 2), (2880, 1440, 1)]
 """Inputs, inner values and experts of a row. Some blocks have no item of gate and up, or of down;
 some items have fewer steps than others."""
