@@ -92,6 +92,10 @@ __device__ __forceinline__ uint4 four_words(u32 address) {
     return found;
 }
 
+__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
+    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+}
+
 __device__ __forceinline__ float number(u32 address) {
     float found;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(found) : "r"(address));

@@ -34,38 +34,20 @@ __device__ __forceinline__ float rounded(float value) {
     return widened(packed(value, 0.0f) & 0xFFFF);
 }
 
-// Returns the products of two numbers in a word each, rounded.
-__device__ __forceinline__ u32 multiplied(u32 two, u32 others) {
-    u32 word;
-    if (HALF) {
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
-    } else {
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
+// Computes with the two numbers of each word, and rounds.
+#define OF_TWO_NUMBERS(name, operation)                                                          \
+    __device__ __forceinline__ u32 name(u32 two, u32 others) {                                   \
+        u32 word;                                                                                \
+        if (HALF) {                                                                              \
+            asm(operation ".rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));         \
+        } else {                                                                                 \
+            asm(operation ".rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));        \
+        }                                                                                        \
+        return word;                                                                             \
     }
-    return word;
-}
-
-// Returns the sums of two numbers in a word each, rounded.
-__device__ __forceinline__ u32 added(u32 two, u32 others) {
-    u32 word;
-    if (HALF) {
-        asm("add.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
-    } else {
-        asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
-    }
-    return word;
-}
-
-// Returns the first two numbers less the others, rounded.
-__device__ __forceinline__ u32 subtracted(u32 two, u32 others) {
-    u32 word;
-    if (HALF) {
-        asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
-    } else {
-        asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(two), "r"(others));
-    }
-    return word;
-}
+OF_TWO_NUMBERS(multiplied, "mul")
+OF_TWO_NUMBERS(added, "add")
+OF_TWO_NUMBERS(subtracted, "sub")
 
 // Returns a / b with an error of two units in the last place, or as Triton divides.
 __device__ __forceinline__ float divided(float a, float b) {

@@ -3,9 +3,9 @@
 // Codes are those of kernels/quantized/device_matrix.py, and MXFP4's bits those of
 // kernels/experts/expert_codes.py.
 //
-// Given: HALF, KIND (of codes), ZEROS (whether scales have zeros in their lowest four bits).
+// Given: what int4.cuh says, and KIND (of codes).
 #pragma once
-#include "numbers.cuh"
+#include "int4.cuh"
 
 constexpr int FP8 = 0, INT8 = 1, INT4 = 2, MXFP4 = 3;
 constexpr bool EIGHT_BITS = KIND == FP8 || KIND == INT8;
@@ -30,8 +30,7 @@ __device__ __forceinline__ u32 of_eight_bits(u32 word, bool behind) {
 // Returns two numbers of a word of eight codes, of which `place` says which. given: of INT4 what is
 // added to its numbers, of MXFP4 a power of two, twice.
 __device__ __forceinline__ u32 of_four_bits(u32 word, int place, u32 given) {
-    if (KIND == INT4)
-        return added(word >> 4 * place & 0x000F000F | (HALF ? 0x64006400 : 0x43004300), given);
+    if (KIND == INT4) return of_int4(word, place, given);
     constexpr u32 BITS = 0x81C081C0;
     const u32 found = place == 0 ? word << 6 & BITS
         : place == 1             ? word << 2 & BITS
@@ -42,11 +41,9 @@ __device__ __forceinline__ u32 of_four_bits(u32 word, int place, u32 given) {
 
 // Returns what the numbers of a step's word c are decoded with.
 __device__ __forceinline__ u32 given_for(float scale, int c) {
-    const u32 bits = __float_as_uint(scale);
-    // The scale's byte c is the exponent of a power of two, of which 2^-64 is taken.
-    if (KIND == MXFP4) return __byte_perm(bits, 0, 0x4040 + 0x0101 * c) * 128 + 63 * 0x00800080;
-    // -128 or -1024, whose lowest bit counts 1, twice, and the zero.
-    return (HALF ? 0xE400E400 : 0xC300C300) + (ZEROS ? (bits & 15) * 0x00010001 : 0x00080008);
+    if (KIND == INT4) return offset_of(scale);
+    // The scale's byte c is the exponent of a power of two. It is multiplied by 2^63.
+    return __byte_perm(__float_as_uint(scale), 0, 0x4040 + 0x0101 * c) * 128 + 63 * 0x00800080;
 }
 
 // Adds the product of 16 rows and 16 columns, and eight columns of inputs.
@@ -64,14 +61,6 @@ __device__ __forceinline__ void multiply_16(
             "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
             : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
             : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
-}
-
-__device__ __forceinline__ u32 word_of(const uint4& words, int i) {
-    return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
-}
-
-__device__ __forceinline__ float without_zero(float scale) {
-    return ZEROS ? __uint_as_float(__float_as_uint(scale) & ~15u) : scale;
 }
 
 // Computes the product of a step's codes of two rows, at these addresses, and its inputs.

@@ -16,8 +16,7 @@
 // The compiler is given: TOKENS, STAGES, HALF (0: bfloat16, 1: float16), ZEROS (1 if the lowest four
 // bits of a scale are its group's zero, which is else 8), GROUP (columns that share a scale, a
 // multiple of 128, or 0 for all), GATED, WITH_BIAS.
-#include "hopper.cuh"
-#include "numbers.cuh"
+#include "int4.cuh"
 #include "wgmma.cuh"
 
 constexpr int ROWS = 128, STEP = 128;
@@ -137,40 +136,21 @@ __device__ __forceinline__ int place_of_scale(int row, int step, const Sizes& si
     return group * sizes.across + row / sizes.height;
 }
 
-// Returns a scale without its group's zero.
-__device__ __forceinline__ float without_zero(float scale) {
-    return ZEROS ? __uint_as_float(__float_as_uint(scale) & ~15u) : scale;
-}
-
-// A group's scale twice in 16 bits, and what is added to its numbers to take away their offset.
+// A group's scale twice in 16 bits, and the offset of its numbers.
 struct Scale {
-    u32 factor, less;
+    u32 factor, offset;
 
-    __device__ __forceinline__ explicit Scale(float given) {
-        const u32 bits = __float_as_uint(given);
-        const u32 zero = ZEROS ? bits & 15 : 8;
+    __device__ __forceinline__ explicit Scale(float given) : offset(offset_of(given)) {
         const float clean = without_zero(given);
         factor = GROUP ? packed(clean, clean) : 0;
-        // -128 or -1024, whose lowest bit counts 1, twice.
-        less = (HALF ? 0xE400E400 : 0xC300C300) + zero * 0x00010001;
+    }
+
+    // Returns two numbers of a word of eight codes.
+    __device__ __forceinline__ u32 decoded(u32 word, int place) const {
+        const u32 numbers = of_int4(word, place, offset);
+        return GROUP ? multiplied(numbers, factor) : numbers;
     }
 };
-
-// Returns two numbers of a word of eight codes, of which `place` says which.
-__device__ __forceinline__ u32 decoded(u32 word, int place, const Scale& scale) {
-    u32 bits;
-    asm("lop3.b32 %0, %1, 0x000F000F, %2, 0xEA;"
-        : "=r"(bits)
-        : "r"(word >> (4 * place)), "n"(HALF ? 0x64006400 : 0x43004300));
-    if (HALF) {
-        asm("add.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.less));
-        if (GROUP) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.factor));
-    } else {
-        asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.less));
-        if (GROUP) asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(bits) : "r"(scale.factor));
-    }
-    return bits;
-}
 
 // Codes of a step of two rows of W, and their scales.
 struct Codes {
@@ -178,8 +158,7 @@ struct Codes {
     float scales[2];
 
     __device__ __forceinline__ u32 word(int i, bool upper) const {
-        const uint4& words = upper ? high : low;
-        return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
+        return word_of(upper ? high : low, i);
     }
 };
 
@@ -190,7 +169,7 @@ __device__ __forceinline__ void decode(
     for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int i = 0; i < 2; i++)
-            numbers[2 * half + i] = decoded(codes.word(k / 2, i), 2 * (k % 2) + half, scale[i]);
+            numbers[2 * half + i] = scale[i].decoded(codes.word(k / 2, i), 2 * (k % 2) + half);
 }
 
 // Keeps registers that the tensor cores read from being used for something else before this place.
