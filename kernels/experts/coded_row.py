@@ -16,14 +16,15 @@ from torch import Tensor
 
 from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
-from sidestep.kernels.experts.common.choice_triton import NO_CHOICE, kernel_choice
+from sidestep.kernels.experts.choices_triton import decided
+from sidestep.kernels.experts.common.choice_triton import by_softmax_of_all
 from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, next_power_of_2, num_processors
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
-from sidestep.kernels.ops.routing import Routed, Undecided
+from sidestep.kernels.ops.routing import TINY, Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
 _KINDS = ("fp8", "int8", "int4", "mxfp4")
@@ -37,6 +38,8 @@ _OUTPUTS = 8
 """Inner values, or results, of an item."""
 _MOST_CHOSEN, _MOST_AT_ONCE = 16, 4
 """Experts of a token, and steps that a warp multiplies at once."""
+_MOST_EXPERTS = 512
+"""Experts that a warp chooses among."""
 _LEAST_RING, _MOST_STAGES = 128 << 10, 32
 """Bytes of codes on their way, so that the memory does not rest, and slots for which there are
 barriers."""
@@ -73,7 +76,13 @@ class Choosing:
     """Parts of the router's product; 0 if experts are given."""
     wide: int = 0
     """Numbers of a row of it."""
+    experts: int = 1
+    """Experts to choose among."""
     normalised: bool = False
+    joined: bool = False
+    """Whether a row has one more expert behind those that are chosen."""
+    gated: bool = False
+    """Whether the product has a gate of that one."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,6 @@ class Form:
     dtype: torch.dtype
     kind: str
     zeros: bool
-    experts: int
     chosen: int
     gate_up: Matrix
     down: Matrix
@@ -124,14 +132,14 @@ class Form:
         return codes + cdiv(max(gate, self._in_slot * down), 128) * 128
 
     @property
-    def _inner_bytes(self) -> int:
+    def inner_bytes(self) -> int:
         """Bytes of all inner values."""
         return self.chosen * self.down.steps * STEP * 2
 
     @property
     def _most_stages(self) -> int:
         """Slots that there is room for, beside the inputs and barriers."""
-        beside = self._inner_bytes + self.gate_up.steps * STEP * 2 + 1024
+        beside = self.inner_bytes + self.gate_up.steps * STEP * 2 + 1024
         return min(_MOST_STAGES, (_MEMORY - beside) // self._slot_bytes)
 
     @property
@@ -161,7 +169,7 @@ class Form:
     @property
     def shared(self) -> int:
         """Bytes of memory that a launch gives to a block."""
-        return self._inner_bytes + self.stages * self._slot_bytes
+        return self.inner_bytes + self.stages * self._slot_bytes
 
     @property
     def gate_at_once(self) -> int:
@@ -208,7 +216,6 @@ class Form:
         own = {
             "KIND": _KINDS.index(self.kind),
             "ZEROS": int(self.zeros),
-            "EXPERTS": self.experts,
             "WIDTH": self.gate_up.columns,
             "INNER": self.down.columns,
             "SHARES": self.shares,
@@ -248,7 +255,7 @@ class _Operands(ctypes.Structure):
             "next_weighted",
             "next_squares",
             "inner",
-            "arrived",
+            "counter",
         )
     )
 
@@ -258,9 +265,13 @@ class _Factors(ctypes.Structure):
 
 
 @functools.cache
-def _arrived(device: torch.device) -> Tensor:
-    """Return the counter of blocks that have written their inner values."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+def _places(device: torch.device, size: int) -> tuple[Tensor, Tensor]:
+    """Return two places for inner values of `size` bytes, and the counter of launches.
+
+    They are as row_exchange.cuh needs them, and launches leave them so.
+    """
+    places = torch.full((2, size), 255, dtype=torch.uint8, device=device)
+    return places, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def compiled(form: Form) -> Path:
@@ -302,6 +313,19 @@ def _matrix(columns: int, codes: ExpertCodes) -> Matrix:
     return Matrix(columns, codes.coding.width, codes.coding.height, codes.bias is not None)
 
 
+def _chooses(undecided: Undecided) -> bool:
+    """Return whether the kernel chooses these experts."""
+    return undecided.experts <= _MOST_EXPERTS and by_softmax_of_all(undecided)
+
+
+def _choosing(routed: Routed | Undecided) -> Choosing:
+    if isinstance(routed, Routed):
+        return Choosing()
+    (parts, _, wide), joined = routed.parts.shape, routed.joined
+    normalised, gated = routed.choice.normalised, joined is not None and joined.gated
+    return Choosing(parts, wide, routed.experts, normalised, joined is not None, gated)
+
+
 def _form(
     x: Tensor,
     routed: Routed | Undecided,
@@ -312,19 +336,17 @@ def _form(
     ending: Ending,
 ) -> Form:
     """Return the form of the kernel for these operands."""
-    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
     return Form(
         x.dtype,
         gate_up.coding.kind,
         gate_up.coding.zeros,
-        gate_up.num_experts,
         routed.chosen,
         _matrix(x.shape[1], gate_up),
         _matrix(gate_up.num_rows // 2, down),
         shares=max(1, configs.down.warps // next_power_of_2(routed.chosen)),
         blocks=num_processors(x.device),
         activation=activation,
-        choosing=Choosing(choice.num_parts, choice.wide, choice.normalised),
+        choosing=_choosing(routed),
         ending=ending,
     )
 
@@ -343,18 +365,21 @@ def multiply_row(
 ) -> BegunNorm | None:
     """Write or add what multiply_experts does, for x [1, D]. activation: as there.
 
-    routed: experts that are not chosen yet are those that kernels can choose.
+    Experts that are not chosen yet are chosen by the kernel where it can, else before it.
     """
+    if isinstance(routed, Undecided) and not _chooses(routed):
+        routed = decided(routed)
     begun = room_to_begin(norm, out, x.shape[1] // _OUTPUTS)
     wide_norm = begun is not None and norm is not None and norm.weight.dtype == torch.float32
     ending = Ending(add, begun is not None, wide_norm)
     form = _form(x, routed, gate_up, down, configs, activation, ending)
-    inner = x.new_empty(form.chosen, form.down.steps * STEP)
     kernel = _KERNELS.to_launch(form, x)
     if kernel is None:
         return begun
     ids, weights = routed if isinstance(routed, Routed) else (None, None)
-    choice = kernel_choice(routed) if isinstance(routed, Undecided) else NO_CHOICE
+    parts, bias, scale = None, None, 1.0
+    if isinstance(routed, Undecided):
+        parts, bias, scale = routed.parts, routed.product_bias, routed.choice.scale
     tensors = (
         x,
         gate_up.words,
@@ -365,14 +390,13 @@ def multiply_row(
         down.bias,
         ids,
         weights,
-        choice.parts,
-        choice.bias,
+        parts,
+        bias,
         out,
         None if norm is None else norm.weight,
         *(begun or (None, None)),
-        inner,
-        _arrived(x.device),
+        *_places(x.device, form.inner_bytes),
     )
     addresses = (None if one is None else one.data_ptr() for one in tensors)
-    kernel.launch(form.blocks, [_Operands(*addresses), _Factors(choice.scale, choice.tiny)])
+    kernel.launch(form.blocks, [_Operands(*addresses), _Factors(scale, TINY)])
     return begun

@@ -114,14 +114,15 @@ def multiply_experts(
         assert isinstance(down, ExpertCodes) and not isinstance(configs, Configs)
         coded = configs or configs_in_codes(x, chosen, gate_up, down, few=few)
         matrices = gate_up, down, activation
+        of_row = coded if isinstance(coded, RegisterConfigs) and configs is None else None
+        if of_row and not some and takes_row(x, routed, gate_up, down, of_row):
+            return multiply_row(x, routed, out, *matrices, of_row, add=add, norm=begun)
         unsorted = isinstance(coded, RegisterConfigs) or not coded.in_tiles
         if isinstance(routed, Undecided) and not (
             rows == 1 and unsorted and chosen_in_kernels(routed)
         ):
             routed = decided(routed)
         if isinstance(coded, RegisterConfigs):
-            if configs is None and not some and takes_row(x, routed, gate_up, down, coded):
-                return multiply_row(x, routed, out, *matrices, coded, add=add, norm=begun)
             # Not every version of Triton has its language.
             from sidestep.kernels.experts.coded_few_gluon import multiply_from_registers
 

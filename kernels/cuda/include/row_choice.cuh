@@ -1,7 +1,9 @@
-// The choice of a row's experts by a warp, among up to 128, as
-// kernels/experts/common/choice_triton.py makes it. A thread has every 32nd logit.
+// The choice of a row's experts by a warp, as kernels/experts/common/choice_triton.py makes it. A
+// thread has every 32nd logit.
 //
-// Given: EXPERTS, CHOSEN, PARTS (of the router's product), WIDE (numbers of its rows), NORMALISED.
+// Given: EXPERTS (to choose among), CHOSEN, PARTS (of the router's product), WIDE (numbers of its
+// rows), NORMALISED, JOINED (whether the last expert of CHOSEN is one that each row has), GATED
+// (whether the product has a gate of that one behind the logits).
 #pragma once
 #include "numbers.cuh"
 
@@ -80,12 +82,16 @@ struct Choice {
 // Writes the experts' weights, as a warp.
 __device__ __forceinline__ void weigh(
     float (&weights)[CHOSEN], const Logits& logits, const Factors& factors) {
+    constexpr int PICKED = CHOSEN - JOINED;
     const int lane = threadIdx.x % 32;
+    float gate = 0.0f;
+    if (GATED && lane == PICKED)
+        for (int part = 0; part < PARTS; part++) gate += logits.parts[part * WIDE + EXPERTS];
     Choice choice(logits);
     const Choice all = choice;
     float most = 0.0f, every = 0.0f, total = 0.0f, own = 0.0f;
 #pragma unroll
-    for (int place = 0; place < CHOSEN; place++) {
+    for (int place = 0; place < PICKED; place++) {
         int index;
         const float best = number_of(choice.take(index));
         if (place == 0) most = best, every = all.powers(most);
@@ -93,6 +99,8 @@ __device__ __forceinline__ void weigh(
         total += score;
         if (lane == place) own = score;
     }
-    if (lane < CHOSEN)
+    if (lane < PICKED)
         weights[lane] = (NORMALISED ? divided(own, total + factors.tiny) : own) * factors.scale;
+    else if (lane < CHOSEN)
+        weights[lane] = GATED ? divided(1.0f, 1.0f + __expf(-gate)) : 1.0f;
 }

@@ -3,7 +3,7 @@
 // All blocks run at once. A block's share of gate and up, and then that of down, stream by through
 // one ring of shared memory. What is read of down does not depend on what is computed here, so the
 // memory does not rest between the products. Only the inner values have to be complete before down
-// is multiplied: all blocks arrive at a counter, and each copies all inner values from memory.
+// is multiplied: each block waits for those of all blocks, and copies them from memory.
 //
 // An item of gate and up is eight inner values. A team of warps shares out its steps of 128
 // columns, and teams take turns. An item of down is eight results, and all warps share out its
@@ -28,6 +28,7 @@
 #include "activations.cuh"
 #include "row_choice.cuh"
 #include "row_codes.cuh"
+#include "row_exchange.cuh"
 
 __device__ constexpr int steps_of(int columns) { return (columns + STEP - 1) / STEP; }
 __device__ constexpr int groups_of(int columns, int group) {
@@ -88,9 +89,9 @@ struct Operands {
     const void* next_norm;
     u16* next_weighted;
     float* next_squares;
-    // Inner values, and a counter of blocks that have written theirs.
+    // Two places of inner values, and the counter by which launches take turns with them.
     char* inner;
-    u32* arrived;
+    u32* counter;
 };
 
 // ---- The ring ----
@@ -235,8 +236,8 @@ __device__ __forceinline__ void load(
     if (PARTS > 0) {
         Choice choice(given.logits);
         for (int place = 0; place < CHOSEN; place++) {
-            int index;
-            choice.take(index);
+            int index = EXPERTS;
+            if (place < CHOSEN - JOINED) choice.take(index);
             if (lane == 0) ids[place] = index;
             for (; item < min(share.gate_items, STAGES); item++) {
                 const int tile = share.gate_tile(item);
@@ -295,22 +296,22 @@ __device__ __forceinline__ void multiply_gate(const Ring& ring, const Share& sha
 }
 
 // Writes the inner value of each of eight threads.
-__device__ __forceinline__ void write_inner(float value, int tile, const Operands& given) {
+__device__ __forceinline__ void write_inner(float value, int tile, char* inner) {
     const int lane = threadIdx.x % 32, column = tile % GATE_TILES * 8;
     const float next = __shfl_down_sync(~0u, value, 1);
-    char* target = given.inner + tile / GATE_TILES * (DOWN_STEPS * INPUT_BYTES);
+    char* target = inner + tile / GATE_TILES * (DOWN_STEPS * INPUT_BYTES);
     if (lane >= 8 || lane % 2) return;
-    *reinterpret_cast<u32*>(target + place_of_input(column + lane)) = packed(value, next);
+    give_word(target + place_of_input(column + lane), packed(value, next));
     // Behind the last inner value are zeros.
     if (column + 8 == INNER)
         for (int filled = INNER + lane; filled < DOWN_STEPS * STEP; filled += 8)
-            *reinterpret_cast<u32*>(target + place_of_input(filled)) = 0;
+            give_word(target + place_of_input(filled), 0);
 }
 
 // Adds the steps of all items, and writes inner values, as a warp. A thread has a row of gate or of
 // up, and two shares of its columns.
 __device__ __forceinline__ void finish_gate(
-    const Ring& ring, const Share& share, const Operands& given) {
+    const Ring& ring, const Share& share, char* inner) {
     const int lane = threadIdx.x % 32, row = lane % 16, half = row / 8;
     for (int item = 0; item < share.gate_items; item++) {
         barrier_wait(ring.is_done(item), ring.phase(item));
@@ -330,32 +331,8 @@ __device__ __forceinline__ void finish_gate(
         if (lane == 0) barrier_arrive_here(ring.is_empty(item));
         sum += __shfl_xor_sync(~0u, sum, 16);
         if (GATE_BIAS) sum += bias;
-        write_inner(activated(sum, __shfl_down_sync(~0u, sum, 8)), share.gate_tile(item), given);
+        write_inner(activated(sum, __shfl_down_sync(~0u, sum, 8)), share.gate_tile(item), inner);
     }
-    __syncwarp();
-}
-
-// Waits until all blocks have written their inner values, and copies them, as one thread.
-__device__ __forceinline__ void load_inner(u32 target, u32 there, const Operands& given) {
-    // The counter goes up to twice the number of blocks, and then to 0: a launch fills one half.
-    u32 before, now;
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    asm volatile("atom.inc.relaxed.gpu.global.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(given.arrived), "r"(2 * gridDim.x - 1)
-                 : "memory");
-    const bool second = before >= gridDim.x;
-    do {
-        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                     : "=r"(now)
-                     : "l"(given.arrived)
-                     : "memory");
-    } while ((now >= gridDim.x) == second);
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-    // What others wrote as threads is read by the copy engine.
-    asm volatile("fence.proxy.async;" ::: "memory");
-    barrier_expect(there, INNER_BYTES);
-    load_bytes(target, given.inner, INNER_BYTES, there);
 }
 
 // ---- Down ----
@@ -374,10 +351,9 @@ __device__ __forceinline__ u32 beside_expert(
 
 // Multiplies a warp's pairs of experts and some of their steps, of all items.
 __device__ __forceinline__ void multiply_down(
-    const Ring& ring, const Share& share, u32 inner, u32 there, u32 done) {
+    const Ring& ring, const Share& share, u32 inner, u32 done) {
     const int lane = threadIdx.x % 32;
     const u32 row = DOWN_SCALES > 1 ? lane / 4 * 4 : 0;
-    barrier_wait(there, 0);
     int item = 0;
     for (int job = threadIdx.x / 32;; job += WARPS) {
         for (; job >= JOBS; job -= JOBS) item++;
@@ -445,15 +421,14 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     __shared__ __align__(16) char x[GATE_STEPS * INPUT_BYTES];
     __shared__ int ids[CHOSEN];
     __shared__ float weights[CHOSEN];
-    __shared__ __align__(8) u64 barriers[3 * STAGES + MOST_ITEMS + 1];
+    __shared__ u32 place;
+    __shared__ __align__(8) u64 barriers[3 * STAGES + MOST_ITEMS];
     const u32 first = shared_address(barriers), done = first + 24 * STAGES;
-    const u32 there = done + 8 * MOST_ITEMS;
-    const u32 inner = shared_address(memory);
-    const Ring ring{inner + INNER_BYTES, first, first + 8 * STAGES, first + 16 * STAGES};
+    const Ring ring{
+        shared_address(memory) + INNER_BYTES, first, first + 8 * STAGES, first + 16 * STAGES};
     if (threadIdx.x == 0) {
         ring.init();
         for (int item = 0; item < MOST_ITEMS; item++) barrier_init(done + 8 * item, JOBS);
-        barrier_init(there, 1);
         barrier_init_done();
     }
     __syncthreads();
@@ -464,11 +439,15 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     if (warp == WARPS) {
         load(ring, share, ids, given);
     } else if (warp == WARPS + 1) {
+        const int lane = threadIdx.x % 32;
+        const u32 own = lane == 0 ? place_of_launch(given.counter) : 0;
         if (PARTS > 0) weigh(weights, given.logits, factors);
-        else if (threadIdx.x % 32 < CHOSEN)
-            weights[threadIdx.x % 32] = given.weights[threadIdx.x % 32];
-        finish_gate(ring, share, given);
-        if (threadIdx.x % 32 == 0) load_inner(inner, there, given);
+        else if (lane < CHOSEN) weights[lane] = given.weights[lane];
+        if (lane == 0) place = own;
+        __syncwarp();
+        named_arrive<32 * (WARPS + 1)>(2);
+        clear_share<INNER_BYTES>(given.inner + (place ^ 1) * INNER_BYTES);
+        finish_gate(ring, share, given.inner + place * INNER_BYTES);
     } else {
         // What is read later would wait behind all codes.
         const bool finishes = warp < share.down_items;
@@ -478,7 +457,10 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
         copy_x(x, given.x);
         named_sync<32 * WARPS>(1);
         multiply_gate(ring, share, shared_address(x));
-        multiply_down(ring, share, inner, there, done);
+        named_sync<32 * (WARPS + 1)>(2);
+        take_words<INNER_BYTES, 32 * WARPS>(memory, given.inner + place * INNER_BYTES);
+        named_sync<32 * WARPS>(1);
+        multiply_down(ring, share, shared_address(memory), done);
         if (finishes) finish_down(ring, share, warp, weights, done, before, norm, given);
     }
 }

@@ -153,17 +153,21 @@ class KernelChoice(NamedTuple):
 NO_CHOICE = KernelChoice()
 
 
-def chosen_in_kernels(undecided: Undecided) -> bool:
-    """Return whether kernels can choose: by a softmax of not too many experts, all of them here."""
+def by_softmax_of_all(undecided: Undecided) -> bool:
+    """Return whether experts are chosen by a softmax of all of them, and all are here."""
     choice = undecided.choice
     return (
-        undecided.experts <= _GROUPS * _GROUP.value
-        and len(undecided.own) == undecided.experts
+        len(undecided.own) == undecided.experts
         and undecided.bias is None
-        and undecided.joined is None
         and not choice.sigmoid
         and choice.chosen_groups == choice.groups
     )
+
+
+def chosen_in_kernels(undecided: Undecided) -> bool:
+    """Return whether kernels in Triton can choose: by a softmax of not too many experts."""
+    few = undecided.experts <= _GROUPS * _GROUP.value
+    return few and undecided.joined is None and by_softmax_of_all(undecided)
 
 
 def kernel_choice(undecided: Undecided) -> KernelChoice:

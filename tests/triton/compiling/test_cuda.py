@@ -141,14 +141,13 @@ def test_rows_of_coded_experts_have_enough_registers(
         torch.bfloat16,
         kind,
         kind == "int4",
-        experts,
         chosen,
         coded_row.Matrix(width, group, 1, clamped),
         coded_row.Matrix(inner, group, 1, clamped),
         shares=1,
         blocks=132,
         activation=(False, 1.702, 7.0) if clamped else (False, None, None),
-        choosing=coded_row.Choosing(int(experts <= 128), experts, normalised),
+        choosing=coded_row.Choosing(1, experts, experts, normalised, experts > 128, experts > 128),
         ending=coded_row.Ending(True, True, False),
     )
     assert form.fits

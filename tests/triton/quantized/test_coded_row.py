@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.coded_row import multiply_row, takes_row
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs, register_configs
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.ops.rms_norm import RmsNorm
-from sidestep.kernels.ops.routing import Choice, Routed, Undecided
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided
 from tests.triton.quantized.coded_matrices import Form, guarded_codes, matrix_of
 from tests.triton.quantized.test_coded_experts import EXPERTS, experts_of
 from tests.triton.quantized.test_register_experts import FORMS, mxfp4
@@ -122,8 +123,40 @@ def test_it_chooses_experts(experts: int, chosen: int) -> None:
         compare(x, undecided, gate_up, down)
 
 
+@pytest.mark.parametrize("joined", [None, Joined(gated=False), Joined(gated=True)], ids=str)
+@pytest.mark.parametrize("experts", [130, 512])
+def test_it_chooses_among_many_experts(experts: int, joined: Joined | None) -> None:
+    """Weights may differ in their last bit from those of the kernel that chooses for many rows."""
+    values, (width, inner, chosen) = Values(experts), (256, 128, 10)
+    form = Form("fp8", 128, 128)
+
+    def stack(rows: int, columns: int) -> ExpertCodes:
+        parts = [matrix_of(form, rows, columns, torch.bfloat16, seed) for seed in range(16)]
+        coded = [ExpertCodes.of(part) for part in parts]
+        return guarded_codes([coded[expert * 7 % 16] for expert in range(experts + 1)])
+
+    operands = stack(2 * inner, width), stack(width, inner), (False, None, None)
+    x = values.normal(1, width, dtype=torch.bfloat16)
+    for normalised in (False, True):
+        logits = values.normal(1, 1, experts + 4, dtype=torch.float32)
+        logits[..., experts // 2] = logits[..., experts // 3] = 9.0
+        choice = Choice(chosen, normalised=normalised, scale=1.5)
+        undecided = Undecided(logits, experts, choice, None, None, range(experts), joined)
+        outs = []
+        for routed in (undecided, decided(undecided)):
+            outs.append(torch.empty_like(x))
+            configs = configs_of(x, operands[0], routed.chosen)
+            assert takes_row(x, routed, *operands[:2], configs)
+            with unchanged(x=x, logits=logits), PoisonedAllocations():
+                multiply_row(x, routed, outs[-1], *operands, configs, add=False)
+        assert outs[1].isfinite().all()
+        torch.testing.assert_close(
+            outs[0], outs[1], rtol=2**-7, atol=2**-8 * float(outs[1].abs().max())
+        )
+
+
 def test_all_launches_of_a_graph_are_alike() -> None:
-    """Blocks wait for one another by a counter that no launch sets to zero."""
+    """Launches take turns with two places for inner values, and each clears the other's."""
     values, (width, inner, chosen) = Values(3), SIZES[1]
     _, gate_up = experts_of(FORMS[0], 2 * inner, width)
     _, down = experts_of(FORMS[0], width, inner)
