@@ -22,11 +22,13 @@ PARTS = (
 Inputs are the kernels before the first layer, with the gap behind the step before. A product is
 counted with the kernels that belong to it: qkv with norms of heads and the rotary embedding where
 these are a kernel, gate_up with its activation, and all with the sums of the library's split
-products.
+products. A kernel of one row's experts may compute the next layer's QKV, and counts as experts.
+Recurrent layers count as attention.
 """
 
 _FIRST = "_prepare"
-_ATTENTION = ("_decode", "_decode_few")
+_ATTENTION = ("_decode", "_decode_few", "_few_rows")
+_ONE_ROW = "expert_row"
 _NORM = "_rms_norm"
 _SAMPLING = "_mask_logits"
 _NEXT_PRODUCT = {
@@ -52,6 +54,7 @@ _OF_EXPERTS = {
     "_grouped_gate_up": "experts",
     "_grouped_down": "experts",
     "expert_stream": "experts",
+    _ONE_ROW: "experts",
     "_coded_gate_up": "experts",
     "_coded_down": "experts",
     "_coded_sorted_down": "experts",
@@ -123,7 +126,8 @@ def _parts(names: Sequence[str]) -> Iterator[str]:
         if name in _OF_EXPERTS:
             part = _after(part, ("o", "router", "experts"), _OF_EXPERTS[name], name)
         elif name in _ATTENTION:
-            part = _after(part, ("qkv",), "attention", name)
+            computed = "experts" if names[i - 1] == _ONE_ROW else "qkv"
+            part = _after(part, ("qkv", computed), "attention", name)
         elif _is_product(name):
             product = (
                 "lm_head"

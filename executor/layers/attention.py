@@ -15,6 +15,7 @@ from sidestep.executor.weights.kv_scales import load_kv_scales
 from sidestep.executor.weights.rearranged_weights import RearrangedWeights, StoredRows
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import AttentionSpec, NormSpec
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream, join_columns
 from sidestep.kernels.ops.silu_mul import sigmoid_mul
 from sidestep.kernels.unfinished_product import finished
@@ -161,6 +162,12 @@ class Attention:
         changes = spec.gate, spec.keys_as_values, self._row_norms, self._value_norm
         self._is_plain = not any(changes)
         """Whether attention takes the projections as they come."""
+
+    @property
+    def first_product(self) -> ProductBehind | None:
+        """The product of the stream, if its matrix is coded."""
+        codes = self._qkv.codes
+        return None if codes is None else ProductBehind(codes, crowded=True)
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""

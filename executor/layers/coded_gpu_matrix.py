@@ -28,6 +28,11 @@ class CodedGpuMatrix:
         """The form of the codes."""
         return self._matrix.kind
 
+    @property
+    def codes(self) -> DeviceMatrix | None:
+        """The matrix, if there is no bias."""
+        return self._matrix if self._bias is None else None
+
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product."""
         from sidestep.kernels.products.coded_linear import coded_linear

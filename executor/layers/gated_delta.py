@@ -14,6 +14,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Matrix, Weights
 from sidestep.ipc.model.recurrent_spec import DeltaSpec
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.native.recurrent import NativeDelta
 from sidestep.kernels.ops.gated_delta import delta_net
 from sidestep.kernels.ops.rms_norm import RmsNorm, Stream
@@ -147,6 +148,14 @@ class GatedDeltaNet:
         else:
             ba = self._gates(stream)
         return Projected(whole[:, : self._channels], whole[:, self._channels :], ba)
+
+    @property
+    def first_product(self) -> ProductBehind | None:
+        """The only product of the stream, if there is one and its matrix is coded."""
+        codes = self._in.codes
+        if codes is None or self._gates is not None:
+            return None
+        return ProductBehind(codes, crowded=False)
 
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""

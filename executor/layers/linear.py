@@ -17,6 +17,7 @@ from sidestep.kernels.ops.clamped_swiglu import clamped_swiglu
 from sidestep.kernels.ops.gelu_mul import gelu_mul
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, WholeNorm, add
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.unfinished_product import Product
 
 
@@ -29,6 +30,11 @@ class Linear:
 
     def __repr__(self) -> str:
         return f"Linear({self.num_columns} -> {self.num_rows}, {self._product.kind})"
+
+    @property
+    def codes(self) -> DeviceMatrix | None:
+        """The matrix, if it is coded and on a GPU, and there is no bias."""
+        return self._product.codes
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product with x, or with the norm of x if that is a stream.

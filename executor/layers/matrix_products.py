@@ -22,6 +22,7 @@ from sidestep.kernels.products.linear import (
     unfinished_linear,
 )
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, stack, widened
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from sidestep.kernels.unfinished_product import PendingProduct, Product
 
 
@@ -31,6 +32,10 @@ class MatrixProduct(Protocol):
     @property
     def kind(self) -> str:
         """The form that the matrix is kept in, for messages."""
+
+    @property
+    def codes(self) -> DeviceMatrix | None:
+        """The matrix, if it is coded and on a GPU, and there is no bias."""
 
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product [T, N]. out: memory for it, on a GPU only."""
@@ -90,6 +95,7 @@ class GpuMatrix:
     """A matrix in the run's type, on a GPU."""
 
     kind = "plain"
+    codes = None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
@@ -115,6 +121,8 @@ class GpuMatrix:
 
 class CpuMatrix:
     """A matrix on a CPU, plain or quantized."""
+
+    codes = None
 
     def __init__(self, matrix: Matrix, bias: Tensor | None) -> None:
         self._product = CpuProduct(matrix)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -116,6 +117,12 @@ def kernels_of(mixer: AttentionSpec | DeltaSpec) -> Hashable:
     return heads, kept, mixer.window, mixer.score_softcap, mixer.sinks, mixer.kv_back > 0
 
 
+def kinds_of(layers: Sequence[LayerSpec]) -> list[Hashable]:
+    """Return what tells which kernels each layer needs: its mixer, the one behind it, its MLP."""
+    mixers = [*(kernels_of(layer.mixer) for layer in layers), None]
+    return [(*kinds, layer.mlp) for kinds, layer in zip(pairwise(mixers), layers, strict=True)]
+
+
 def weights_elsewhere(spec: ModelSpec, stage: Stage) -> list[str]:
     """Return how the names of weights begin that only other stages need, or none."""
     every = range(spec.num_layers + spec.unused_layers)
@@ -218,6 +225,13 @@ class Layer:
             factor = weights.get(f"{name}.layer_scalar", (1,))
             self._factor = factor if on_gpu(factor) else factor.float()
 
+    def precede(self, following: Layer) -> None:
+        """Take the layer behind this one, whose first product experts may compute."""
+        product = following._mixer.first_product
+        same = self._token_input is None and self._factor is None
+        if isinstance(self._mlp, Experts) and product is not None and same:
+            self._mlp.precede(product)
+
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
         made = self._mlp(self._mixer.warm_up(stream))
@@ -299,8 +313,10 @@ class DecoderForCausalLM:
             Layer(spec, weights, index, place, norm, parallel)
             for index, place, norm in zip(stage.layers, places, following, strict=True)
         ]
+        for layer, behind in pairwise(self._layers):
+            layer.precede(behind)
         self._num_layers = spec.num_layers
-        self._kinds = [(kernels_of(layer.mixer), layer.mlp) for layer in own]
+        self._kinds = kinds_of(own)
         products = [(type(layer.mixer), layer.mlp) for layer in own]
         self._distinct = [self._layers[i] for i in first_of_each(products)]
         """Layers whose products differ."""

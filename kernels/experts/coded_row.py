@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,11 +20,14 @@ from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.common.choice_triton import by_softmax_of_all
 from sidestep.kernels.experts.common.cuda_options import Activation, options_of
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.gpu import is_hopper
 from sidestep.kernels.launch import cdiv, next_power_of_2, num_processors
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
+from sidestep.kernels.ops.rms_norm import BegunNorm, DoneProduct, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import TINY, Routed, Undecided
+from sidestep.kernels.products.coded_linear import choose
+from sidestep.kernels.products.streamed_config import OneRowConfig
 from sidestep.kernels.quantized.device_matrix import STEP
 
 _KINDS = ("fp8", "int8", "int4", "mxfp4")
@@ -66,6 +69,24 @@ class Matrix:
         """Scales of eight rows."""
         groups = cdiv(self.columns, self.group) if self.group else 1
         return groups * (8 if self.height == 1 else 1)
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The form of the product behind the experts, which has their kind of codes."""
+
+    rows: int
+    """Results."""
+    group: int
+    height: int
+    """As of Matrix."""
+    split: int
+    """Shares of the columns, each of which is added by itself."""
+    late: bool
+    """Whether the next kernel's programs start when the product ends."""
+
+
+NOTHING_BEHIND = Behind(0, 0, 1, 1, late=False)
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,7 @@ class Form:
     activation: Activation
     choosing: Choosing
     ending: Ending
+    behind: Behind = NOTHING_BEHIND
 
     @property
     def _step_bytes(self) -> int:
@@ -129,17 +151,29 @@ class Form:
         codes = 16 * max(self.gate_up.steps, self.down.steps) * self._step_bytes
         gate = cdiv(8 * self.gate_up.scales, 16) * 16 + 32
         down = cdiv(4 * self.down.scales, 16) * 16 + 16
-        return codes + cdiv(max(gate, self._in_slot * down), 128) * 128
+        behind = Matrix(self.gate_up.columns, self.behind.group, self.behind.height, bias=False)
+        return codes + cdiv(max(gate, self._in_slot * down, 8 * behind.scales), 128) * 128
 
     @property
-    def inner_bytes(self) -> int:
+    def _inner_bytes(self) -> int:
         """Bytes of all inner values."""
         return self.chosen * self.down.steps * STEP * 2
 
     @property
+    def _row_bytes(self) -> int:
+        """Bytes of a row, and of the sums of its squares if the product behind needs them."""
+        squares = cdiv(self.gate_up.columns // _OUTPUTS, 4) * 16
+        return self.gate_up.steps * STEP * 2 + (squares if self.behind.rows else 0)
+
+    @property
+    def exchanged(self) -> int:
+        """Bytes of what the blocks exchange."""
+        return self._inner_bytes + (self._row_bytes if self.behind.rows else 0)
+
+    @property
     def _most_stages(self) -> int:
         """Slots that there is room for, beside the inputs and barriers."""
-        beside = self.inner_bytes + self.gate_up.steps * STEP * 2 + 1024
+        beside = self._inner_bytes + self._row_bytes + 1024
         return min(_MOST_STAGES, (_MEMORY - beside) // self._slot_bytes)
 
     @property
@@ -153,23 +187,30 @@ class Form:
         return self._down_items * cdiv(self.chosen, self._in_slot)
 
     @property
+    def _behind_slots(self) -> int:
+        """Slots that a block needs for the product behind, two items each."""
+        return cdiv(cdiv(self.behind.rows // _OUTPUTS, self.blocks), 2)
+
+    @property
     def stages(self) -> int:
         """Slots of the ring: whole turns of the teams.
 
         If the next layer's matrices are in codes too, its programs keep them in shared memory, and
         the more of them start early, the better. So the ring is as small as it may be: all that a
-        block has of down must fit. Models whose experts are MXFP4 have other matrices in 16 bits,
-        which need no such memory.
+        block has of down must fit. The product behind needs no other programs, and is the sooner
+        done the more of it loads while down is multiplied. Models whose experts are MXFP4 have
+        other matrices in 16 bits, which need no such memory.
         """
         teams = self.warps // self._gate_parts
         room = self._most_stages // teams * teams
         least = max(cdiv(_LEAST_RING, self._slot_bytes), self._down_slots)
-        return room if self.kind == "mxfp4" else min(room, cdiv(least, teams) * teams)
+        alone = self.kind == "mxfp4" or self.behind.rows > 0
+        return room if alone else min(room, cdiv(least, teams) * teams)
 
     @property
     def shared(self) -> int:
         """Bytes of memory that a launch gives to a block."""
-        return self.inner_bytes + self.stages * self._slot_bytes
+        return self._inner_bytes + self.stages * self._slot_bytes
 
     @property
     def gate_at_once(self) -> int:
@@ -206,9 +247,9 @@ class Form:
 
     @property
     def fits(self) -> bool:
-        """Return whether blocks have room for all that they have of down."""
+        """Return whether blocks have room for all that they have of down, and behind it."""
         few = self._down_items <= _MOST_ITEMS and self.gate_at_once <= _MOST_AT_ONCE
-        return few and self._down_slots <= self.stages
+        return few and max(self._down_slots, self._behind_slots) <= self.stages
 
     @property
     def options(self) -> dict[str, int | str]:
@@ -230,6 +271,7 @@ class Form:
                 f"{name}_HEIGHT": matrix.height,
                 f"{name}_BIAS": int(matrix.bias),
             }
+        own |= {f"BEHIND_{name.upper()}": int(value) for name, value in asdict(self.behind).items()}
         rest = asdict(self.choosing) | asdict(self.ending)
         own |= {name.upper(): int(value) for name, value in rest.items()}
         return options_of(self.dtype, self.activation, self.chosen, bias=False) | own
@@ -254,19 +296,22 @@ class _Operands(ctypes.Structure):
             "next_norm",
             "next_weighted",
             "next_squares",
-            "inner",
+            "exchanged",
             "counter",
+            "behind",
+            "behind_scales",
+            "behind_out",
         )
     )
 
 
 class _Factors(ctypes.Structure):
-    _fields_ = (("scale", ctypes.c_float), ("tiny", ctypes.c_float))
+    _fields_ = tuple((name, ctypes.c_float) for name in ("scale", "tiny", "eps"))
 
 
 @functools.cache
 def _places(device: torch.device, size: int) -> tuple[Tensor, Tensor]:
-    """Return two places for inner values of `size` bytes, and the counter of launches.
+    """Return two places of `size` bytes for what blocks exchange, and the counter of launches.
 
     They are as row_exchange.cuh needs them, and launches leave them so.
     """
@@ -326,6 +371,18 @@ def _choosing(routed: Routed | Undecided) -> Choosing:
     return Choosing(parts, wide, routed.experts, normalised, joined is not None, gated)
 
 
+def _behind(x: Tensor, gate_up: ExpertCodes, product: ProductBehind) -> Behind:
+    """Return the form of the product behind, or that of none if the kernel does not compute it."""
+    coding, matrix = gate_up.coding, product.matrix
+    config = choose(len(x), matrix, gated=False)
+    alike = (matrix.kind, matrix.zeros, matrix.dtype) == (coding.kind, coding.zeros, x.dtype)
+    (rows, columns), (height, group) = matrix.shape, matrix.group
+    whole = rows % _OUTPUTS == 0 and (height == 1 or height % _OUTPUTS == 0)
+    if not (isinstance(config, OneRowConfig) and alike and whole and columns == x.shape[1]):
+        return NOTHING_BEHIND
+    return Behind(rows, group, height, config.split, product.crowded)
+
+
 def _form(
     x: Tensor,
     routed: Routed | Undecided,
@@ -362,17 +419,28 @@ def multiply_row(
     *,
     add: bool,
     norm: RmsNorm | None = None,
-) -> BegunNorm | None:
-    """Write or add what multiply_experts does, for x [1, D]. activation: as there.
+    behind: ProductBehind | None = None,
+) -> BegunNorm | DoneProduct | None:
+    """Write or add what multiply_experts does, for x [1, D]. activation, behind: as there.
 
     Experts that are not chosen yet are chosen by the kernel where it can, else before it.
     """
     if isinstance(routed, Undecided) and not _chooses(routed):
         routed = decided(routed)
-    begun = room_to_begin(norm, out, x.shape[1] // _OUTPUTS)
-    wide_norm = begun is not None and norm is not None and norm.weight.dtype == torch.float32
-    ending = Ending(add, begun is not None, wide_norm)
+    begins = norm is not None and norm.may_begin
+    wide_norm = begins and norm is not None and norm.weight.dtype == torch.float32
+    ending = Ending(add, begins, wide_norm)
     form = _form(x, routed, gate_up, down, configs, activation, ending)
+    if begins and behind is not None:
+        with_product = replace(form, behind=_behind(x, gate_up, behind))
+        form = with_product if with_product.fits else form
+    begun: BegunNorm | DoneProduct | None = None
+    after: tuple[Tensor | None, ...] = (None, None, None)
+    if behind is not None and form.behind.rows:
+        begun = DoneProduct(out.new_empty(1, form.behind.rows), behind.matrix.words)
+        after = (begun.codes, behind.matrix.scales, begun.product)
+    else:
+        begun = room_to_begin(norm, out, x.shape[1] // _OUTPUTS)
     kernel = _KERNELS.to_launch(form, x)
     if kernel is None:
         return begun
@@ -394,9 +462,11 @@ def multiply_row(
         bias,
         out,
         None if norm is None else norm.weight,
-        *(begun or (None, None)),
-        *_places(x.device, form.inner_bytes),
+        *(begun if isinstance(begun, BegunNorm) else (None, None)),
+        *_places(x.device, form.exchanged),
+        *after,
     )
     addresses = (None if one is None else one.data_ptr() for one in tensors)
-    kernel.launch(form.blocks, [_Operands(*addresses), _Factors(scale, TINY)])
+    eps = 0.0 if norm is None else norm.eps
+    kernel.launch(form.blocks, [_Operands(*addresses), _Factors(scale, TINY, eps)])
     return begun

@@ -44,13 +44,14 @@ from sidestep.kernels.experts.common.experts_config import (
     stream_configs,
     waiting_config,
 )
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, sort_pairs
 from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.streamed_pairs import multiply_streamed
 from sidestep.kernels.gpu import gpu_of, is_hopper
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm
+from sidestep.kernels.ops.rms_norm import BegunNorm, DoneProduct, RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
@@ -83,8 +84,9 @@ def multiply_experts(
     few: bool | None = None,
     some: bool = False,
     norm: RmsNorm | None = None,
+    behind: ProductBehind | None = None,
     configs: Configs | InCodes | ClusterConfigs | None = None,
-) -> BegunNorm | WholeNorm | None:
+) -> BegunNorm | WholeNorm | DoneProduct | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
     x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and both
@@ -92,8 +94,9 @@ def multiply_experts(
     the kernels of a few pairs may choose themselves. clamped: alpha and limit of clamped_swiglu, if
     that is the activation. few: whether no pair is sorted; None for the usual choice. some: whether
     pairs may have negative ids, which add nothing. norm: the norm that the result goes through
-    next. configs: None for the usual ones. Return the part of that norm that was computed on the
-    way, or all of it, or None. As of other products, it is not begun in float16.
+    next. behind: the product of that norm, if it is known.
+    configs: None for the usual ones. Return the part of that norm that was computed on the way, or
+    all of it, or that product, or None. As of other products, it is not begun in float16.
     """
     if len(x) == 0:
         return None
@@ -116,7 +119,9 @@ def multiply_experts(
         matrices = gate_up, down, activation
         of_row = coded if isinstance(coded, RegisterConfigs) and configs is None else None
         if of_row and not some and takes_row(x, routed, gate_up, down, of_row):
-            return multiply_row(x, routed, out, *matrices, of_row, add=add, norm=begun)
+            return multiply_row(
+                x, routed, out, *matrices, of_row, add=add, norm=begun, behind=behind
+            )
         unsorted = isinstance(coded, RegisterConfigs) or not coded.in_tiles
         if isinstance(routed, Undecided) and not (
             rows == 1 and unsorted and chosen_in_kernels(routed)

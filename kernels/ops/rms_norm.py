@@ -141,8 +141,18 @@ class WholeNorm(NamedTuple):
     """[T, D], in the stream's type."""
 
 
-Begun = BegunNorm | QuantizedRows | WholeNorm
-"""The product before a norm may compute a part of it, or all of it, also rounded to 8 bits."""
+class DoneProduct(NamedTuple):
+    """The product behind the next norm, computed where a stream's rows were written."""
+
+    product: Tensor
+    """[T, N], in the stream's type."""
+    codes: Tensor
+    """The matrix's codes, by which it is known."""
+
+
+Begun = BegunNorm | QuantizedRows | WholeNorm | DoneProduct
+"""The product before a norm may compute a part of it, or all of it, also rounded to 8 bits, or also
+the product behind it."""
 
 
 class Stream(NamedTuple):

@@ -12,10 +12,13 @@ from transformers import PreTrainedModel
 
 from sidestep.executor.gpu import token_sampler
 from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.models.decoder import Layer
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.model_spec import load_model_spec
 from sidestep.kernels.attention.hopper import roped_product
+from sidestep.kernels.experts import coded_row, experts_triton
+from sidestep.kernels.ops.rms_norm import DoneProduct
 from sidestep.kernels.products.hopper import row_products
 from sidestep.kernels.triton import sampling_triton
 from sidestep.kernels.unfinished_product import PendingProduct
@@ -24,14 +27,20 @@ from tests.unit.executor.steps import Request, schedule, windows_of
 
 pytestmark = pytest.mark.gpu
 VOCAB = 257
+needs_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
+    reason="needs a Hopper GPU",
+)
 
 
-def make_runner(path: str, dtype: str, **parallel: Any) -> GpuRunner:
+def make_runner(
+    path: str, dtype: str, quantization: str | None = None, **parallel: Any
+) -> GpuRunner:
     runner = GpuRunner(
         WorkerArgs(
             rank=0,
-            spec=load_model_spec(path),
-            model=ModelConfig(model=path, dtype=dtype),
+            spec=load_model_spec(path, quantization=quantization),
+            model=ModelConfig(model=path, dtype=dtype, quantization=quantization),
             cache=CacheConfig(block_size=16, num_kv_blocks=600),
             parallel=ParallelConfig(device="cuda", **parallel),
             scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
@@ -86,10 +95,7 @@ def test_bfloat16_rounds_no_more_than_transformers(
     check_rounding(write_model(family, tmp_path), logits)
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9,
-    reason="needs a Hopper GPU",
-)
+@needs_hopper
 @pytest.mark.parametrize(
     ("family", "head_dim"), [("llama-gqa", 64), ("qwen3-tied", 128), ("mistral-window", 128)]
 )
@@ -113,6 +119,34 @@ def test_so_do_products_of_many_rows_that_end_in_more(
     monkeypatch.setattr(roped_product, "project", recorded)
     check_rounding(write_model(family, tmp_path, head_dim=head_dim), logits)
     assert sum(projected) >= 12
+
+
+@needs_hopper
+def test_experts_of_one_row_compute_the_product_behind(
+    tmp_path: Path, logits: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the bits of the product's own kernel, from layer to layer and step to step."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
+    path = write_model("qwen3-moe", tmp_path, head_dim=64, **sizes)
+    multiply, found = coded_row.multiply_row, []
+
+    def recorded(*operands: Any, **others: Any) -> Any:
+        made = multiply(*operands, **others)
+        done.append(isinstance(made, DoneProduct))
+        return made
+
+    monkeypatch.setattr(experts_triton, "multiply_row", recorded)
+    for behind in (True, False):
+        if not behind:
+            monkeypatch.setattr(Layer, "precede", lambda *_: None)
+        runner = make_runner(path, "bfloat16", "fp8", enforce_eager=True)
+        request, done = Request(range(1, 31), 20), list[bool]()
+        logits.clear()
+        for step, sampling in schedule([request], 64, 16, windows_of(runner)):
+            collect(runner.execute(step), sampling)
+        assert sum(done) == 2 * 19 * behind, "two layers have experts before a layer"
+        found.append((request.output, torch.cat(logits)))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("eager", [False, True])

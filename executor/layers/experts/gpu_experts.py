@@ -11,8 +11,9 @@ from sidestep.executor.layers.experts.shared_expert import ExpertWeights
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_spec import ClampedSwiglu
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 
@@ -53,6 +54,8 @@ class GpuExperts:
         )
         self._gate_up = _stacked(weights.gate_up, weights.experts)
         self._down = _stacked(weights.down, weights.experts)
+        self.behind: ProductBehind | None = None
+        """The product of the norm of the result, if it is known."""
 
     def __call__(
         self,
@@ -62,11 +65,11 @@ class GpuExperts:
         *,
         add: bool,
         norm: RmsNorm | None = None,
-    ) -> BegunNorm | WholeNorm | None:
+    ) -> Begun | None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
-        norm: the norm that `out` goes through next. Return the part of it that is computed, or
-        None.
+        norm: the norm that `out` goes through next. Return the part of it that is computed, or the
+        product behind it, or None.
         """
         from sidestep.kernels.experts.experts_triton import few_pairs, multiply_experts
 
@@ -83,6 +86,7 @@ class GpuExperts:
             few=few_pairs(len(x), routed.chosen, self._num_experts),
             some=self._some,
             norm=norm,
+            behind=self.behind,
         )
 
 

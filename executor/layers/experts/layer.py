@@ -33,6 +33,7 @@ from sidestep.executor.parallel.parallel_state import Parallel
 from sidestep.executor.parallel.peer_sums import SumBuffer
 from sidestep.executor.weights.weight_loader import Weights
 from sidestep.ipc.model.layer_spec import ExpertNorms, ExpertsSpec, ExpertStorage, NormSpec
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native.tape import empty
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm, Stream, add
@@ -135,6 +136,11 @@ class Experts:
             )
         )
         self._sum = SumOverRanks(parallel, SumBuffer.MLP, after)
+
+    def precede(self, behind: ProductBehind) -> None:
+        """Take the product of the next norm, which these experts may compute."""
+        if isinstance(self._products, GpuExperts):
+            self._products.behind = behind
 
     def __call__(self, stream: Stream) -> Stream:
         """Return the stream with the experts added."""

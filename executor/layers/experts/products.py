@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, WholeNorm
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 
 
@@ -21,9 +21,9 @@ class ExpertProducts(Protocol):
         *,
         add: bool,
         norm: RmsNorm | None = None,
-    ) -> BegunNorm | WholeNorm | None:
+    ) -> Begun | None:
         """Write the weighted sum of the experts' results for x [T, D] to out [T, D], or add it.
 
         norm: the norm that `out` goes through next. Return the part of it that is computed, or
-        None.
+        the product behind it, or None.
         """

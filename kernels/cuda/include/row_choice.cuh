@@ -13,8 +13,8 @@ struct Logits {
 };
 
 struct Factors {
-    // Of the experts' weights, and the least sum that they are divided by.
-    float scale, tiny;
+    // Of the experts' weights, and the least sum that they are divided by. Of a norm behind.
+    float scale, tiny, eps;
 };
 
 // Returns a number in the order of integers.

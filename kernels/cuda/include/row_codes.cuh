@@ -14,6 +14,15 @@ constexpr bool SCALED = KIND != MXFP4, ASKS = KIND == MXFP4 || ZEROS;
 // Columns of a step; bytes of its codes of a row, and of its inputs.
 constexpr int STEP = 128, STEP_BYTES = EIGHT_BITS ? 128 : 64, INPUT_BYTES = 2 * STEP;
 
+__device__ constexpr int steps_of(int columns) { return (columns + STEP - 1) / STEP; }
+__device__ constexpr int groups_of(int columns, int group) {
+    return group ? (columns + group - 1) / (group ? group : 1) : 1;
+}
+__device__ constexpr int up_to(int bytes, int whole) { return (bytes + whole - 1) / whole * whole; }
+__device__ constexpr int largest(int a, int b, int c) {
+    return a > b ? (a > c ? a : c) : b > c ? b : c;
+}
+
 // Returns two numbers of a word of four codes: of columns 2 t and 2 t + 1, or of those 8 behind.
 __device__ __forceinline__ u32 of_eight_bits(u32 word, bool behind) {
     if (KIND == FP8) {
@@ -63,11 +72,9 @@ __device__ __forceinline__ void multiply_16(
             : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
 }
 
-// Computes the product of a step's codes of two rows, at these addresses, and its inputs.
+// Adds the product of a step's codes of two rows, at these addresses, and its inputs.
 __device__ __forceinline__ void multiply_step(
     float (&sum)[4], u32 first, u32 second, const uint4 (&x)[4], const float (&scales)[2]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] = 0.0f;
     if (EIGHT_BITS) {
 #pragma unroll
         for (int piece = 0; piece < 2; piece++) {
@@ -151,7 +158,7 @@ __device__ __forceinline__ void multiply_steps(
     u32 content, u32 inputs, int first, int second, const float (&scales)[COUNT][2]) {
     const int lane = threadIdx.x % 32;
     const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
-    float sum[COUNT][4];
+    float sum[COUNT][4] = {};
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         if (STEPS % COUNT != 0 && first + i >= STEPS) break;

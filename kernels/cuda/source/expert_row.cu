@@ -30,12 +30,6 @@
 #include "row_codes.cuh"
 #include "row_exchange.cuh"
 
-__device__ constexpr int steps_of(int columns) { return (columns + STEP - 1) / STEP; }
-__device__ constexpr int groups_of(int columns, int group) {
-    return group ? (columns + group - 1) / (group ? group : 1) : 1;
-}
-__device__ constexpr int up_to(int bytes, int whole) { return (bytes + whole - 1) / whole * whole; }
-
 // ---- A matrix: steps of a row, its bytes; scales of its columns and rows ----
 constexpr int GATE_STEPS = steps_of(WIDTH), DOWN_STEPS = steps_of(INNER);
 constexpr int GATE_ROW = GATE_STEPS * STEP_BYTES, DOWN_ROW = DOWN_STEPS * STEP_BYTES;
@@ -45,7 +39,6 @@ constexpr int GATE_ROWS = 2 * INNER / GATE_HEIGHT, DOWN_ROWS = WIDTH / DOWN_HEIG
 // Items of gate and up, for an expert; of down.
 constexpr int GATE_TILES = INNER / 8, DOWN_TILES = WIDTH / 8;
 static_assert(GATE_TILES * 8 == INNER && DOWN_TILES * 8 == WIDTH, "whole items");
-constexpr int INNER_BYTES = CHOSEN * DOWN_STEPS * INPUT_BYTES;
 
 // ---- The work of warps ----
 // Shares of the columns of gate and up, each of which is added by itself.
@@ -55,6 +48,7 @@ constexpr int GATE_PARTS = (GATE_STEPS + GATE_AT_ONCE - 1) / GATE_AT_ONCE;
 constexpr int DOWN_PARTS = (DOWN_STEPS + DOWN_AT_ONCE - 1) / DOWN_AT_ONCE;
 constexpr int TEAMS = WARPS / GATE_PARTS, JOBS = (CHOSEN + 1) / 2 * DOWN_PARTS;
 static_assert(TEAMS * GATE_PARTS == WARPS, "teams");
+static_assert(STAGES % TEAMS == 0, "all that a slot has of gate and up belongs to one team");
 // Parts of a result, a power of two: some may be of no expert.
 constexpr int RESULT_PARTS = SHARES * (CHOSEN > 8 ? 16 : CHOSEN > 4 ? 8 : CHOSEN > 2 ? 4 : 2);
 constexpr int MOST_ITEMS = 8;  // of down, each with a warp that finishes it
@@ -72,8 +66,19 @@ static_assert(DOWN_SCALES == 8 || DOWN_HEIGHT % 8 == 0, "rows");
 constexpr int GATE_BIASES = up_to(4 * 2 * GATE_GROUPS * GATE_SCALES, 16);
 constexpr int DOWN_BIASES = up_to(4 * DOWN_GROUPS * DOWN_SCALES, 16);
 constexpr int GATE_BESIDE = GATE_BIASES + 32, DOWN_BESIDE = DOWN_BIASES + 16;
-constexpr int BESIDE = GATE_BESIDE > IN_SLOT * DOWN_BESIDE ? GATE_BESIDE : IN_SLOT * DOWN_BESIDE;
-constexpr int SLOT_BYTES = CODE_BYTES + up_to(BESIDE, 128);
+constexpr int BEHIND_BESIDE = groups_of(WIDTH, BEHIND_GROUP) * (BEHIND_HEIGHT == 1 ? 64 : 8);
+constexpr int SLOT_BYTES =
+    CODE_BYTES + up_to(largest(GATE_BESIDE, IN_SLOT * DOWN_BESIDE, BEHIND_BESIDE), 128);
+
+// ---- Words that blocks exchange: inner values, and the row for the product behind ----
+constexpr int INNER_ROW = DOWN_STEPS * INPUT_BYTES, INNER_BYTES = CHOSEN * INNER_ROW;
+constexpr int X_BYTES = GATE_STEPS * INPUT_BYTES;
+constexpr int ROW_BYTES = X_BYTES + (BEHIND_ROWS ? up_to(4 * DOWN_TILES, 16) : 0);
+constexpr int PLACE_BYTES = INNER_BYTES + (BEHIND_ROWS ? ROW_BYTES : 0);
+
+#include "row_ring.cuh"
+// Uses the ring.
+#include "row_behind.cuh"
 
 struct Operands {
     const u16* x;
@@ -89,43 +94,11 @@ struct Operands {
     const void* next_norm;
     u16* next_weighted;
     float* next_squares;
-    // Two places of inner values, and the counter by which launches take turns with them.
-    char* inner;
+    // Two places of words that blocks exchange, and the counter by which launches take turns with
+    // them.
+    char* exchanged;
     u32* counter;
-};
-
-// ---- The ring ----
-
-struct Ring {
-    u32 memory, full, done, empty;
-
-    __device__ __forceinline__ void init() const {
-        for (int slot = 0; slot < STAGES; slot++) {
-            // The copy of codes, and a warp's copies of what is behind them.
-            barrier_init(full + 8 * slot, 1 + 32);
-            barrier_init(done + 8 * slot, GATE_PARTS);
-            barrier_init(empty + 8 * slot, 1);
-        }
-    }
-
-    // index: of a slot's content among all of a block.
-    __device__ __forceinline__ u32 content(int index) const {
-        return memory + slot(index) * SLOT_BYTES;
-    }
-    __device__ __forceinline__ u32 beside(int index) const { return content(index) + CODE_BYTES; }
-    __device__ __forceinline__ u32 is_full(int index) const { return full + 8 * slot(index); }
-    __device__ __forceinline__ u32 is_done(int index) const { return done + 8 * slot(index); }
-    __device__ __forceinline__ u32 is_empty(int index) const { return empty + 8 * slot(index); }
-    __device__ __forceinline__ static int slot(int index) { return index % STAGES; }
-    // Whether a slot is used for an odd time.
-    __device__ __forceinline__ u32 phase(int index) const { return index / STAGES & 1; }
-
-    __device__ __forceinline__ void wait_until_empty(int index) const {
-        barrier_wait(is_empty(index), phase(index) ^ 1);
-    }
-    __device__ __forceinline__ void wait_until_full(int index) const {
-        barrier_wait(is_full(index), phase(index));
-    }
+    Behind behind;
 };
 
 // What a block has to do.
@@ -150,21 +123,9 @@ struct Share {
     __device__ __forceinline__ int content(int item, int place) const {
         return gate_items + item * DOWN_SLOTS + place / IN_SLOT;
     }
+    // Returns the first content of the ring that is of the product behind.
+    __device__ __forceinline__ int behind() const { return gate_items + down_items * DOWN_SLOTS; }
 };
-
-// Copies the scales of eight rows, as a warp. Groups of columns lie `between` numbers apart, and
-// `apart` bytes in shared memory.
-template <int GROUPS, int COUNT>
-__device__ __forceinline__ void copy_scales(
-    u32 target, const float* scales, int between, int apart) {
-    constexpr int PIECES = COUNT == 8 ? 2 : 1;
-    for (int i = threadIdx.x % 32; i < GROUPS * PIECES; i += 32) {
-        const u32 to = target + i / PIECES * apart + i % PIECES * 16;
-        const float* from = scales + u64(i / PIECES) * between + i % PIECES * 4;
-        if (COUNT == 8) copy_16(to, from, 16);
-        else copy_4(to, from);
-    }
-}
 
 // Loads an item of gate and up, as a warp.
 __device__ __forceinline__ void load_gate(
@@ -254,9 +215,13 @@ __device__ __forceinline__ void load(
         load_gate(ring, given, item, tile, ids[tile / GATE_TILES], once);
     }
     for (int i = 0; i < share.down_items; i++) load_down(ring, share, ids, given, i, once);
+    if (!BEHIND_ROWS) return;
+    // What is asked for now, the inner values would wait behind.
+    named_sync<32 * (WARPS + 1)>(3);
+    load_behind(ring, share.behind(), given.behind, once);
 }
 
-// ---- Sums of steps ----
+// ---- Inputs and sums of steps ----
 
 // Copies x to shared memory, eight numbers a thread. Behind the last one are zeros.
 __device__ __forceinline__ void copy_x(char* target, const u16* x) {
@@ -299,7 +264,7 @@ __device__ __forceinline__ void multiply_gate(const Ring& ring, const Share& sha
 __device__ __forceinline__ void write_inner(float value, int tile, char* inner) {
     const int lane = threadIdx.x % 32, column = tile % GATE_TILES * 8;
     const float next = __shfl_down_sync(~0u, value, 1);
-    char* target = inner + tile / GATE_TILES * (DOWN_STEPS * INPUT_BYTES);
+    char* target = inner + tile / GATE_TILES * INNER_ROW;
     if (lane >= 8 || lane % 2) return;
     give_word(target + place_of_input(column + lane), packed(value, next));
     // Behind the last inner value are zeros.
@@ -361,7 +326,7 @@ __device__ __forceinline__ void multiply_down(
         const int place = job / DOWN_PARTS * 2, other = min(place + 1, CHOSEN - 1);
         const int first = job % DOWN_PARTS * DOWN_AT_ONCE;
         // Columns of the second operand are inner values of both experts, in turn.
-        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * (DOWN_STEPS * INPUT_BYTES);
+        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * INNER_ROW;
         ring.wait_until_full(share.content(item, place));
         float scales[DOWN_AT_ONCE][2];
         read_scales<DOWN_AT_ONCE, DOWN_STEPS, DOWN_GROUP>(
@@ -382,7 +347,7 @@ __device__ __forceinline__ float norm_weight(const Operands& given, int column) 
 // result, and every fourth part. before, norm: of its result.
 __device__ __forceinline__ void finish_down(
     const Ring& ring, const Share& share, int item, const float* weights, u32 done, float before,
-    float norm, const Operands& given) {
+    float norm, const Operands& given, char* row_place) {
     constexpr int OWN = RESULT_PARTS > 4 ? RESULT_PARTS / 4 : 1;
     const int lane = threadIdx.x % 32, row = lane % 8, column = share.column(item);
     const int at = column + row;
@@ -404,21 +369,30 @@ __device__ __forceinline__ void finish_down(
     result += __shfl_xor_sync(~0u, result, 16);
     result += __shfl_xor_sync(~0u, result, 8);
     if (ADD) result += before;
+    if (BEHIND_ROWS) {
+        shared_memory_fence();
+        __syncwarp();
+        if (lane < DOWN_SLOTS) barrier_arrive_here(ring.is_empty(share.content(item, 0) + lane));
+    }
     const u16 bits = u16(packed(result, 0.0f));
     if (lane < 8) given.out[at] = bits;
     if (!NEXT) return;
-    const float wide = widened(bits);
+    const float wide = widened(bits), weighted = wide * norm;
     float square = wide * wide;
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
-    if (lane < 8) given.next_weighted[at] = u16(packed(wide * norm, 0.0f));
+    if (BEHIND_ROWS) {
+        give_to_behind(weighted, square, column, row_place);
+        return;
+    }
+    if (lane < 8) given.next_weighted[at] = u16(packed(weighted, 0.0f));
     if (lane == 0) given.next_squares[column / 8] = square;
 }
 
 extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     const __grid_constant__ Operands given, const __grid_constant__ Factors factors) {
     extern __shared__ __align__(128) char memory[];
-    __shared__ __align__(16) char x[GATE_STEPS * INPUT_BYTES];
+    __shared__ __align__(16) char x[ROW_BYTES];
     __shared__ int ids[CHOSEN];
     __shared__ float weights[CHOSEN];
     __shared__ u32 place;
@@ -433,7 +407,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     }
     __syncthreads();
     wait_for_kernels_before();
-    let_next_kernel_start();
+    if (!BEHIND_LATE) let_next_kernel_start();
     const Share share;
     const int warp = threadIdx.x / 32;
     if (warp == WARPS) {
@@ -446,8 +420,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
         if (lane == 0) place = own;
         __syncwarp();
         named_arrive<32 * (WARPS + 1)>(2);
-        clear_share<INNER_BYTES>(given.inner + (place ^ 1) * INNER_BYTES);
-        finish_gate(ring, share, given.inner + place * INNER_BYTES);
+        clear_share<PLACE_BYTES>(given.exchanged + (place ^ 1) * PLACE_BYTES);
+        finish_gate(ring, share, given.exchanged + place * PLACE_BYTES);
     } else {
         // What is read later would wait behind all codes.
         const bool finishes = warp < share.down_items;
@@ -458,9 +432,19 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
         named_sync<32 * WARPS>(1);
         multiply_gate(ring, share, shared_address(x));
         named_sync<32 * (WARPS + 1)>(2);
-        take_words<INNER_BYTES, 32 * WARPS>(memory, given.inner + place * INNER_BYTES);
+        char* const exchanged = given.exchanged + place * PLACE_BYTES;
+        take_words<INNER_BYTES, 32 * WARPS>(memory, exchanged);
         named_sync<32 * WARPS>(1);
+        if (BEHIND_ROWS) named_arrive<32 * (WARPS + 1)>(3);
         multiply_down(ring, share, shared_address(memory), done);
-        if (finishes) finish_down(ring, share, warp, weights, done, before, norm, given);
+        char* const row = exchanged + INNER_BYTES;
+        if (finishes) finish_down(ring, share, warp, weights, done, before, norm, given, row);
+        if (!BEHIND_ROWS) return;
+        take_words<ROW_BYTES, 32 * WARPS>(x, row);
+        named_sync<32 * WARPS>(1);
+        multiply_behind(ring, share.behind(), shared_address(x));
+        named_sync<32 * WARPS>(1);
+        if (BEHIND_LATE) let_next_kernel_start();
+        finish_behind(ring, share.behind(), given.behind, shared_address(x) + X_BYTES, factors.eps);
     }
 }

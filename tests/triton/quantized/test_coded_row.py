@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor
 from sidestep.kernels.experts.choices_triton import decided
 from sidestep.kernels.experts.coded_row import multiply_row, takes_row
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs, register_configs
+from sidestep.kernels.experts.common.product_behind import ProductBehind
 from sidestep.kernels.experts.expert_codes import ExpertCodes
-from sidestep.kernels.ops.rms_norm import RmsNorm
+from sidestep.kernels.ops.rms_norm import DoneProduct, RmsNorm, Stream
 from sidestep.kernels.ops.routing import Choice, Joined, Routed, Undecided
+from sidestep.kernels.products.coded_linear import coded_linear
+from sidestep.kernels.quantized.device_matrix import DeviceMatrix
 from tests.triton.quantized.coded_matrices import Form, guarded_codes, matrix_of
 from tests.triton.quantized.test_coded_experts import EXPERTS, experts_of
 from tests.triton.quantized.test_register_experts import FORMS, mxfp4
@@ -121,6 +125,49 @@ def test_it_chooses_experts(experts: int, chosen: int) -> None:
         choice = Choice(chosen, normalised=normalised, scale=1.5)
         undecided = Undecided(logits, experts, choice, None, added, range(experts), None)
         compare(x, undecided, gate_up, down)
+
+
+def test_values_that_are_no_numbers_arrive() -> None:
+    """Blocks wait for words that are there, and a graph's padding may be NaN."""
+    values, (width, inner, chosen) = Values(6), SIZES[1]
+    _, gate_up = experts_of(FORMS[0], 2 * inner, width)
+    _, down = experts_of(FORMS[0], width, inner)
+    x = values.normal(1, width, dtype=torch.bfloat16)
+    x[0, 5] = torch.nan
+    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
+    matrix = DeviceMatrix.of(matrix_of(FORMS[0], 1544, width, torch.bfloat16, 5))
+    norm, routed = RmsNorm(torch.ones_like(x[0]), 1e-6), choices(values, chosen)
+    for behind in (None, ProductBehind(matrix, crowded=True)):
+        out = x.clone()
+        done = multiply_row(x, routed, out, *operands, add=True, norm=norm, behind=behind)
+        assert out.isnan().all()
+        assert not isinstance(done, DoneProduct) or done.product.isnan().all()
+
+
+@pytest.mark.parametrize("rows", [8, 1544, 5120])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_product_behind(form: Form, size: tuple[int, int, int], rows: int) -> None:
+    """It has the bits of the kernel that multiplies one row with a coded matrix."""
+    width, inner, chosen = size
+    values = Values(rows)
+    _, gate_up = experts_of(form, 2 * inner, width)
+    _, down = experts_of(form, width, inner)
+    x = values.normal(1, width, dtype=torch.bfloat16)
+    alike = replace(form, zeros=gate_up.coding.zeros)
+    matrix = DeviceMatrix.of(matrix_of(alike, rows, width, torch.bfloat16, 5))
+    norm = RmsNorm(values.normal(width, dtype=torch.bfloat16), 1e-6)
+    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
+    for late in (False, True, False):
+        behind = ProductBehind(matrix, crowded=late)
+        routed, expected, found = choices(values, chosen), x.clone(), x.clone()
+        begun = multiply_row(x, routed, expected, *operands, add=True, norm=norm)
+        with unchanged(x=x, words=gate_up.words, codes=matrix.words), PoisonedAllocations():
+            done = multiply_row(x, routed, found, *operands, add=True, norm=norm, behind=behind)
+        assert isinstance(done, DoneProduct) and torch.equal(found, expected)
+        product = coded_linear(Stream(expected, norm, begun), matrix, None)
+        assert product.isfinite().all() and torch.equal(done.product, product)
+        assert coded_linear(Stream(found, norm, done), matrix, None) is done.product
 
 
 @pytest.mark.parametrize("joined", [None, Joined(gated=False), Joined(gated=True)], ids=str)

@@ -72,6 +72,23 @@ def with_codes(layers: int) -> Step:
     return [*INPUTS, *layer * layers, ("_streamed", "lm_head"), *SAMPLING]
 
 
+def with_one_kernel(layers: int) -> Step:
+    """Return a step of one row of coded experts, which compute the next layer's QKV, too."""
+    layer = [
+        ("_few_rows", "attention"),
+        ("_one_row_codes", "o"),
+        ("_router_rows", "router"),
+        ("expert_row", "experts"),
+        ("_decode_few", "attention"),
+        ("_sigmoid_mul", "attention"),
+        ("_one_row_codes", "o"),
+        ("_router_rows", "router"),
+        ("expert_row", "experts"),
+    ]
+    first = ("_one_row_codes", "qkv")
+    return [*INPUTS, first, *layer * layers, ("_gemv", "lm_head"), *SAMPLING]
+
+
 def with_helpers(layers: int) -> Step:
     """Return a step of many rows: the library's products, with all their helper kernels."""
     layer = [
@@ -128,7 +145,9 @@ def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[st
     return kernels, times
 
 
-@pytest.mark.parametrize("make", [without_norms, with_experts, with_codes, with_helpers, mixed])
+@pytest.mark.parametrize(
+    "make", [without_norms, with_experts, with_codes, with_one_kernel, with_helpers, mixed]
+)
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("early", [0.0, 0.75])
 def test_each_part_has_its_kernels(make: Callable[[int], Step], layers: int, early: float) -> None:
