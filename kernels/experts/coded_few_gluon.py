@@ -61,6 +61,8 @@ PAIRS = 8
 _NOWHERE = gl.constexpr(1 << 30)
 _ROWS = gl.constexpr(16)
 """Rows that the tensor cores take of a warp."""
+_MOST_REGISTERS = {"mxfp4": 128}
+"""Kind of codes -> registers of a thread, where more would leave a processor fewer programs."""
 
 
 @gluon.jit
@@ -377,6 +379,7 @@ def multiply_from_registers(
         gate_up.coding,
         *activation,
         num_warps=c.warps,
+        maxnreg=_MOST_REGISTERS.get(gate_up.coding.kind),
         **pdl(x),
     )
     c, kept = configs.down, next_power_of_2(chosen)
@@ -407,6 +410,7 @@ def multiply_from_registers(
         begun is not None,
         some,
         num_warps=kept * split,
+        maxnreg=_MOST_REGISTERS.get(down.coding.kind),
         **pdl(x),
     )
     return begun
