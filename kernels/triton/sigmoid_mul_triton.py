@@ -10,18 +10,32 @@ import triton.language as tl
 from torch import Tensor
 
 from sidestep.kernels.launch import cdiv, pdl
+from sidestep.kernels.launch_order import opens_early
 
 _BLOCK = 512
 """Numbers of a program."""
+_FEW_ROWS = 64
+"""Rows up to which the next product loads its weights while the kernel before still runs."""
 
 
+@opens_early
 @triton.jit
 def _sigmoid_mul(
-    x, gate, x_stride, gate_stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x,
+    gate,
+    x_stride,
+    gate_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
@@ -37,5 +51,13 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> None:
     """Multiply x [T, N] with the sigmoid of gate [T, N], whose rows are contiguous, in place."""
     rows, width = x.shape
     _sigmoid_mul[(rows, cdiv(width, _BLOCK))](
-        x, gate, x.stride(0), gate.stride(0), width, _BLOCK, num_warps=4, **pdl(x)
+        x,
+        gate,
+        x.stride(0),
+        gate.stride(0),
+        width,
+        _BLOCK,
+        rows <= _FEW_ROWS,
+        num_warps=4,
+        **pdl(x),
     )
