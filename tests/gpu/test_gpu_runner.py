@@ -128,7 +128,7 @@ def test_experts_of_one_row_compute_the_product_behind(
     """It has the bits of the product's own kernel, from layer to layer and step to step."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
     path = write_model("qwen3-moe", tmp_path, head_dim=64, **sizes)
-    multiply, found = coded_row.multiply_row, []
+    multiply, done, found = coded_row.multiply_row, list[bool](), []
 
     def recorded(*operands: Any, **others: Any) -> Any:
         made = multiply(*operands, **others)
@@ -140,7 +140,8 @@ def test_experts_of_one_row_compute_the_product_behind(
         if not behind:
             monkeypatch.setattr(Layer, "precede", lambda *_: None)
         runner = make_runner(path, "bfloat16", "fp8", enforce_eager=True)
-        request, done = Request(range(1, 31), 20), list[bool]()
+        request = Request(range(1, 31), 20)
+        done.clear()
         logits.clear()
         for step, sampling in schedule([request], 64, 16, windows_of(runner)):
             collect(runner.execute(step), sampling)
