@@ -51,7 +51,7 @@ from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
 from sidestep.kernels.experts.streamed_pairs import multiply_streamed
 from sidestep.kernels.gpu import gpu_of, is_hopper
-from sidestep.kernels.ops.rms_norm import BegunNorm, DoneProduct, RmsNorm, WholeNorm
+from sidestep.kernels.ops.rms_norm import Begun, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
 from sidestep.kernels.quantized.device_matrix import STEP
 
@@ -86,7 +86,7 @@ def multiply_experts(
     norm: RmsNorm | None = None,
     behind: ProductBehind | None = None,
     configs: Configs | InCodes | ClusterConfigs | None = None,
-) -> BegunNorm | WholeNorm | DoneProduct | None:
+) -> Begun | None:
     """Write the weighted sum of each token's experts to out [T, D], or add it.
 
     x [T, D]; gate_up [E, 2 F, D], the gate's rows first; down [E, D, F]; all contiguous, and both
@@ -94,9 +94,9 @@ def multiply_experts(
     the kernels of a few pairs may choose themselves. clamped: alpha and limit of clamped_swiglu, if
     that is the activation. few: whether no pair is sorted; None for the usual choice. some: whether
     pairs may have negative ids, which add nothing. norm: the norm that the result goes through
-    next. behind: the product of that norm, if it is known.
-    configs: None for the usual ones. Return the part of that norm that was computed on the way, or
-    all of it, or that product, or None. As of other products, it is not begun in float16.
+    next. behind: the product of that norm, if it is known. configs: None for the usual ones. Return
+    the part of that norm that was computed on the way, or all of it, or that product, or None. As
+    of other products, it is not begun in float16.
     """
     if len(x) == 0:
         return None

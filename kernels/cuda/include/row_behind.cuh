@@ -35,26 +35,12 @@ __device__ __forceinline__ int behind_row(int item) {
 __device__ __forceinline__ void load_behind(
     const Ring& ring, int first, const Behind& behind, u64 once) {
     constexpr int SCALE_ROWS = (BEHIND_ROWS + BEHIND_HEIGHT - 1) / BEHIND_HEIGHT;
-    const int lane = threadIdx.x % 32, items = behind_items();
+    const int items = behind_items();
     for (int item = 0; item < items; item += 2) {
-        const int index = first + item / 2, count = min(2, items - item);
-        const u32 beside = ring.beside(index), full = ring.is_full(index);
-        ring.wait_until_empty(index);
-        for (int half = 0; half < count; half++)
-            copy_scales<BEHIND_GROUPS, BEHIND_SCALES>(
-                beside + half * 4 * BEHIND_SCALES,
-                behind.scales + behind_row(item + half) / BEHIND_HEIGHT, SCALE_ROWS,
-                8 * BEHIND_SCALES);
-        arrive_when_copied(full);
-        if (lane == 0) {
-            barrier_expect(full, count * 8 * GATE_ROW);
-            for (int half = 0; half < count; half++)
-                load_bytes_by(
-                    ring.content(index) + half * 8 * GATE_ROW,
-                    behind.codes + u64(behind_row(item + half)) * GATE_ROW, 8 * GATE_ROW, full,
-                    once);
-        }
-        __syncwarp();
+        ring.wait_until_empty(first + item / 2);
+        load_eights<BEHIND_GROUPS, BEHIND_SCALES, BEHIND_HEIGHT>(
+            ring, first + item / 2, behind.codes, behind.scales, SCALE_ROWS, behind_row(item),
+            8 * gridDim.x, min(2, items - item), once);
     }
 }
 

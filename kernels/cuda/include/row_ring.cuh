@@ -2,7 +2,7 @@
 // biases.
 //
 // Given: STAGES (slots), SLOT_BYTES, CODE_BYTES (of them), GATE_PARTS (warps that share a slot's
-// codes of gate and up).
+// codes of gate and up), GATE_ROW (bytes of a row's codes).
 #pragma once
 #include "hopper.cuh"
 
@@ -50,4 +50,26 @@ __device__ __forceinline__ void copy_scales(
         if (COUNT == 8) copy_16(to, from, 16);
         else copy_4(to, from);
     }
+}
+
+// Loads up to two times eight rows into an empty slot, with their scales, as a warp. What the warp
+// copied before belongs to the slot too. Rows `apart` lie behind one another; HEIGHT rows share a
+// scale. scale_rows: scales of a group of columns.
+template <int GROUPS, int SCALES, int HEIGHT>
+__device__ __forceinline__ void load_eights(
+    const Ring& ring, int index, const unsigned char* codes, const float* scales, int scale_rows,
+    int row, int apart, int count, u64 once) {
+    const u32 beside = ring.beside(index), full = ring.is_full(index);
+    for (int i = 0; i < count; i++)
+        copy_scales<GROUPS, SCALES>(
+            beside + i * 4 * SCALES, scales + (row + i * apart) / HEIGHT, scale_rows, 8 * SCALES);
+    arrive_when_copied(full);
+    if (threadIdx.x % 32 == 0) {
+        barrier_expect(full, count * 8 * GATE_ROW);
+        for (int i = 0; i < count; i++)
+            load_bytes_by(
+                ring.content(index) + i * 8 * GATE_ROW, codes + u64(row + i * apart) * GATE_ROW,
+                8 * GATE_ROW, full, once);
+    }
+    __syncwarp();
 }

@@ -132,27 +132,14 @@ __device__ __forceinline__ void load_gate(
     const Ring& ring, const Operands& given, int item, int tile, int expert, u64 once) {
     const int lane = threadIdx.x % 32, column = tile % GATE_TILES * 8;
     const u64 matrix = u64(expert) * (2 * INNER);
-    const u32 beside = ring.beside(item), full = ring.is_full(item);
+    const float* scales = given.gate_up_scales + u64(expert) * (GATE_GROUPS * GATE_ROWS);
     ring.wait_until_empty(item);
-    for (int half = 0; half < 2; half++) {
-        const int row = column + half * INNER;
-        copy_scales<GATE_GROUPS, GATE_SCALES>(
-            beside + half * 4 * GATE_SCALES,
-            given.gate_up_scales + u64(expert) * (GATE_GROUPS * GATE_ROWS) + row / GATE_HEIGHT,
-            GATE_ROWS, 8 * GATE_SCALES);
-        if (GATE_BIAS && lane == half)
-            copy_16(beside + GATE_BIASES + half * 16, given.gate_up_bias + matrix + row, 16);
-    }
-    arrive_when_copied(full);
-    if (lane == 0) {
-        barrier_expect(full, 16 * GATE_ROW);
-        for (int half = 0; half < 2; half++)
-            load_bytes_by(
-                ring.content(item) + half * 8 * GATE_ROW,
-                given.gate_up + (matrix + column + half * INNER) * GATE_ROW, 8 * GATE_ROW, full,
-                once);
-    }
-    __syncwarp();
+    if (GATE_BIAS && lane < 2)
+        copy_16(
+            ring.beside(item) + GATE_BIASES + lane * 16,
+            given.gate_up_bias + matrix + column + lane * INNER, 16);
+    load_eights<GATE_GROUPS, GATE_SCALES, GATE_HEIGHT>(
+        ring, item, given.gate_up + matrix * GATE_ROW, scales, GATE_ROWS, column, INNER, 2, once);
 }
 
 // Loads an item of down, as a warp.
