@@ -51,7 +51,7 @@ __device__ __forceinline__ void give_to_behind(
     const int lane = threadIdx.x % 32;
     const float next = __shfl_down_sync(~0u, value, 1);
     if (lane < 8 && lane % 2 == 0)
-        give_word(row + place_of_input(column + lane), packed_inputs(value, next));
+        give_word(row + place_of_input(column + lane), packed(value, next));
     if (lane == 0) give_word(row + X_BYTES + column / 2, __float_as_uint(square));
     if (column + 8 < WIDTH) return;
     // Behind the last ones are zeros.
@@ -130,7 +130,7 @@ __device__ __forceinline__ void finish_behind(
         float total = 0.0f;
 #pragma unroll
         for (int share = 0; share < BEHIND_SPLIT; share++) {
-            float sum = number(sums + share * BEHIND_TURNS * STEP_BYTES) * RESTORED;
+            float sum = number(sums + share * BEHIND_TURNS * STEP_BYTES);
             if (!BEHIND_GROUP) sum = __fmul_rn(sum, without_zero(number(scale)));
             total = share ? total + sum : sum;
         }

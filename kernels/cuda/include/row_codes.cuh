@@ -11,11 +11,6 @@ constexpr int FP8 = 0, INT8 = 1, INT4 = 2, MXFP4 = 3;
 constexpr bool EIGHT_BITS = KIND == FP8 || KIND == INT8;
 // Whether sums are multiplied by scales, and whether codes are decoded with them.
 constexpr bool SCALED = KIND != MXFP4, ASKS = KIND == MXFP4 || ZEROS;
-// Numbers of FP8 are decoded by moving their bits alone. So they are less by a power of two, and
-// inputs and sums make up for it. Inputs are RAISED, since float32 has no such small sums.
-constexpr float RAISED = KIND == FP8 && !HALF ? 0x1p60f : 1.0f;
-constexpr u32 RAISED_TWICE = 0x5D805D80;
-constexpr float RESTORED = KIND == MXFP4 ? 0x1p63f : KIND != FP8 ? 1.0f : HALF ? 0x1p8f : 0x1p60f;
 // Columns of a step; bytes of its codes of a row, and of its inputs.
 constexpr int STEP = 128, STEP_BYTES = EIGHT_BITS ? 128 : 64, INPUT_BYTES = 2 * STEP;
 
@@ -31,8 +26,10 @@ __device__ constexpr int largest(int a, int b, int c) {
 // Returns two numbers of a word of four codes: of columns 2 t and 2 t + 1, or of those 8 behind.
 __device__ __forceinline__ u32 of_eight_bits(u32 word, bool behind) {
     if (KIND == FP8) {
+        constexpr u32 MASK = HALF ? 0x3F803F80 : 0x07F007F0;
+        constexpr u32 FACTOR = HALF ? 0x5C005C00 : 0x7B807B80;
         const u32 high = behind ? word << 8 : word;
-        return high & 0x80008000 | high >> (HALF ? 1 : 4) & (HALF ? 0x3F803F80 : 0x07F007F0);
+        return multiplied(high & 0x80008000 | high >> (HALF ? 1 : 4) & MASK, FACTOR);
     }
     const u32 low = behind ? word : word >> 8;
     constexpr u32 ONE = HALF ? 0x64006400 : 0x43004300;
@@ -117,14 +114,6 @@ __device__ __forceinline__ int place_of_input(int column) {
     return column / STEP * INPUT_BYTES + quad * 64 + ((word / 4 ^ quad / 2) << 4) + word % 4 * 4;
 }
 
-// Returns a word of two inputs as they are multiplied, and one of values that become inputs.
-__device__ __forceinline__ u32 raised(u32 two) {
-    return RAISED == 1.0f ? two : multiplied(two, RAISED_TWICE);
-}
-__device__ __forceinline__ u32 packed_inputs(float low, float high) {
-    return packed(low * RAISED, high * RAISED);
-}
-
 // Writes the sums of a step, 16 rows, in place of its codes. Of the second eight rows, sum `second`
 // is the right one.
 __device__ __forceinline__ void put(const float (&sum)[4], int second, u32 place) {
@@ -150,8 +139,7 @@ __device__ __forceinline__ float sum_of_share(u32 sums, u32 scales, int share, i
                 : sum + part;
         }
     }
-    sum *= RESTORED;
-    if (!SCALED) return sum;
+    if (!SCALED) return sum * 0x1p63f;
     // The product is rounded before it is added to anything.
     return GROUP ? sum : __fmul_rn(sum, without_zero(number(scales)));
 }

@@ -217,8 +217,7 @@ __device__ __forceinline__ void copy_x(char* target, const u16* x) {
         if (column < WIDTH) eight = *reinterpret_cast<const uint4*>(x + column);
 #pragma unroll
         for (int i = 0; i < 4; i++)
-            *reinterpret_cast<u32*>(target + place_of_input(column + 2 * i)) =
-                raised(word_of(eight, i));
+            *reinterpret_cast<u32*>(target + place_of_input(column + 2 * i)) = word_of(eight, i);
     }
 }
 
@@ -254,7 +253,7 @@ __device__ __forceinline__ void write_inner(float value, int tile, char* inner) 
     const float next = __shfl_down_sync(~0u, value, 1);
     char* target = inner + tile / GATE_TILES * INNER_ROW;
     if (lane >= 8 || lane % 2) return;
-    give_word(target + place_of_input(column + lane), packed_inputs(value, next));
+    give_word(target + place_of_input(column + lane), packed(value, next));
     // Behind the last inner value are zeros.
     if (column + 8 == INNER)
         for (int filled = INNER + lane; filled < DOWN_STEPS * STEP; filled += 8)
