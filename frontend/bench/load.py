@@ -79,7 +79,7 @@ def read_requests(path: str, count: int) -> list[tuple[str | list[int], int]]:
     ValidationError with the number of a line that is something else; OSError.
     """
     found: list[tuple[str | list[int], int]] = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         if not line.strip() or len(found) == count:
             continue
         try:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from sidestep.frontend.server.transport.lines import encode_line
 from sidestep.ipc.common.errors import ValidationError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -223,7 +224,7 @@ class OutputFile:
 
     def write(self, result: BatchResult) -> None:
         """Append one result as a line."""
-        line = memoryview(msgspec.json.encode(result) + b"\n")
+        line = memoryview(encode_line(result) + b"\n")
         while line:
             line = line[os.write(self._fd, line) :]
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from sidestep.frontend.server.schemas.protocol import ChatLogprobs, CompletionLogprobs, Delta, Usage
-
-_encode = msgspec.json.Encoder().encode
+from sidestep.frontend.server.transport.lines import encode_line
 
 
 class EventEncoder:
@@ -27,7 +24,7 @@ class EventEncoder:
         tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
         self._no_content = b'""' if key == "text" else b"{}"
         self._before = b'data: %b,"choices":[{"index":%d,"%b":' % (
-            _encode(head)[:-1],
+            encode_line(head)[:-1],
             index,
             key.encode(),
         )
@@ -40,21 +37,21 @@ class EventEncoder:
 
     def set_usage(self, usage: Usage) -> None:
         """Give the events from here on these counts of tokens."""
-        self._set_tail(b',"usage":%b}\n\n' % _encode(usage))
+        self._set_tail(b',"usage":%b}\n\n' % encode_line(usage))
 
     def content(self, text: str, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
         """Return the event with new text of a chat. ids: see IdsOfChoice."""
-        return b'%b{"content":%b}%b' % (self._before, _encode(text), self._with(logprobs, ids))
+        return b'%b{"content":%b}%b' % (self._before, encode_line(text), self._with(logprobs, ids))
 
     def text(
         self, text: str, logprobs: CompletionLogprobs | None = None, ids: bytes = b""
     ) -> bytes:
         """Return the event with new text of a completion. ids: see IdsOfChoice."""
-        return b"%b%b%b" % (self._before, _encode(text), self._with(logprobs, ids))
+        return b"%b%b%b" % (self._before, encode_line(text), self._with(logprobs, ids))
 
     def delta(self, delta: Delta, logprobs: ChatLogprobs | None = None, ids: bytes = b"") -> bytes:
         """Return the event with any other new part of a chat. ids: see IdsOfChoice."""
-        return b"%b%b%b" % (self._before, _encode(delta), self._with(logprobs, ids))
+        return b"%b%b%b" % (self._before, encode_line(delta), self._with(logprobs, ids))
 
     def end(
         self,
@@ -67,10 +64,10 @@ class EventEncoder:
         return b'%b%b,"logprobs":%b%b,"finish_reason":%b,"stop_reason":%b}]%b' % (
             self._before,
             self._no_content,
-            _encode(logprobs),
+            encode_line(logprobs),
             ids,
-            _encode(finish_reason),
-            _encode(stop_reason),
+            encode_line(finish_reason),
+            encode_line(stop_reason),
             self._tail,
         )
 
@@ -78,7 +75,7 @@ class EventEncoder:
         """Return the bytes that follow the new content."""
         if logprobs is None and not ids:
             return self._after
-        return b',"logprobs":%b%b%b' % (_encode(logprobs), ids, self._rest)
+        return b',"logprobs":%b%b%b' % (encode_line(logprobs), ids, self._rest)
 
 
 class IdsOfChoice:
@@ -97,15 +94,15 @@ class IdsOfChoice:
         """Return the next event's field, with all tokens that no event has had yet."""
         if not self._untold:
             return b""
-        data = b',"token_ids":%b' % _encode(self._untold)
+        data = b',"token_ids":%b' % encode_line(self._untold)
         self._untold.clear()
         return data
 
     def of_prompt(self, ids: Sequence[int]) -> bytes:
         """Return the field of the first event, with the prompt's tokens."""
-        return b',"prompt_token_ids":%b' % _encode(list(ids)) if self.asked else b""
+        return b',"prompt_token_ids":%b' % encode_line(list(ids)) if self.asked else b""
 
 
 def usage_event(head: dict[str, object], usage: Usage) -> bytes:
     """Return the event with the counts of tokens, which follows the last choice's end."""
-    return b"data: %b\n\n" % _encode({**head, "choices": [], "usage": usage})
+    return b"data: %b\n\n" % encode_line({**head, "choices": [], "usage": usage})

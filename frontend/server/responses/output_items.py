@@ -19,8 +19,7 @@ from sidestep.frontend.server.responses.protocol import (
 )
 from sidestep.frontend.server.schemas.protocol import ContentLogprob
 from sidestep.frontend.server.transport.errors import ApiError
-
-_encode = msgspec.json.Encoder().encode
+from sidestep.frontend.server.transport.lines import encode_line
 
 
 class Items:
@@ -102,7 +101,7 @@ class Events:
         self._number += 1
         return b"event: %b\ndata: %b\n\n" % (
             kind.encode(),
-            _encode({"type": kind, **fields, "sequence_number": self._number}),
+            encode_line({"type": kind, **fields, "sequence_number": self._number}),
         )
 
     def error(self, error: ApiError) -> bytes:

@@ -66,8 +66,9 @@ def read_public_prefixes(file: str | None, keys: Collection[str]) -> list[Public
             "public_prefixes", "has a meaning only with several API keys: with fewer all is shared"
         )
     try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # JSON may hold the line ends of Unicode. `splitlines` of bytes does not know them.
+        lines = Path(file).read_bytes().splitlines()
+    except OSError as error:
         raise ValidationError("public_prefixes", f"{file} cannot be read: {error}") from None
     entries = [
         _entry(line, f"{file}:{number}") for number, line in enumerate(lines, 1) if line.strip()
@@ -77,10 +78,10 @@ def read_public_prefixes(file: str | None, keys: Collection[str]) -> list[Public
     return entries
 
 
-def _entry(line: str, source: str) -> PublicPrefix:
+def _entry(line: bytes, source: str) -> PublicPrefix:
     try:
         entry = msgspec.json.decode(line, type=PublicPrefix)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValidationError("public_prefixes", f"{source}: {error}") from None
     if bool(entry.text) == bool(entry.messages):
         raise ValidationError("public_prefixes", f"{source}: must have either text or messages")

@@ -11,11 +11,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sidestep.frontend.server.transport.errors import ApiError, ClientGoneError, as_api_error
+from sidestep.frontend.server.transport.lines import encode_line
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
@@ -64,7 +64,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def _error_event(error: ApiError) -> bytes:
-    return b"data: %b\n\n%b" % (msgspec.json.encode(error.body), DONE)
+    return b"data: %b\n\n%b" % (encode_line(error.body), DONE)
 
 
 class EventStream(Response):

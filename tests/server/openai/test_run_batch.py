@@ -47,7 +47,7 @@ class Batch:
         return done.returncode
 
     def results(self) -> list[dict[str, Any]]:
-        return [json.loads(each) for each in self.output.read_text().splitlines()]
+        return [json.loads(each) for each in self.output.read_text("utf-8").splitlines()]
 
     def ids(self) -> list[str | None]:
         return [each["custom_id"] for each in self.results()]
@@ -81,6 +81,13 @@ def test_the_answers_are_those_of_the_routes_and_come_as_they_end(batch: Batch) 
     assert first["response"]["body"]["object"] == "chat.completion"
     assert first["response"]["body"]["id"] == first["response"]["request_id"]
     assert second["response"]["body"]["usage"]["completion_tokens"] == 500
+
+
+def test_an_answer_is_one_line_for_readers_that_know_the_line_ends_of_unicode(batch: Batch) -> None:
+    prompt = "one\u2028two\u2029three\x85four\N{PILE OF POO}"
+    assert batch.run(line("echo", {"prompt": prompt, "echo": True, "max_tokens": 1})) == 0
+    (answer,) = batch.results()
+    assert answer["response"]["body"]["choices"][0]["text"].startswith(prompt)
 
 
 def test_what_cannot_be_run_is_an_error_of_its_line_and_the_others_go_on(batch: Batch) -> None:

@@ -97,6 +97,22 @@ def test_a_public_system_message_is_shared_and_nothing_beyond_it(server: LiveSer
     assert chat("red", secret) > public
 
 
+def test_a_text_may_hold_the_line_ends_of_unicode(tmp_path: Path) -> None:
+    file = tmp_path / "public.jsonl"
+    file.write_text('{"text": "one\u2028two\x85"}\r\n{"text": "b"}', "utf-8")
+    assert [each.text for each in read_public_prefixes(str(file), ["one", "two"])] == [
+        "one\u2028two\x85",
+        "b",
+    ]
+
+
+def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "public.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": "\xff"}')
+    with pytest.raises(ValidationError, match=r"public_prefixes: .*:2: .*utf-8"):
+        read_public_prefixes(str(file), ["one", "two"])
+
+
 @pytest.mark.parametrize(
     ("content", "keys", "problem"),
     [

@@ -139,6 +139,20 @@ def test_text_that_looks_like_an_event_is_none(make_server: Any, tmp_path: Any) 
     assert json.loads(events(data)[0])["choices"][0]["text"] == prompt
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_event_is_one_line_for_readers_that_know_the_line_ends_of_unicode(
+    n: int, fake: LiveServer
+) -> None:
+    prompt = "one\u2028two\u2029three\x85four\N{PILE OF POO}"
+    _, data = stream(
+        fake, "/v1/completions", {"prompt": prompt, "echo": True, "n": n, "max_tokens": 1}
+    )
+    lines = [line for line in data.decode().splitlines() if line]
+    assert lines == [line for line in data.decode().split("\n") if line]
+    first = json.loads(lines[0].removeprefix("data: "))
+    assert first["choices"][0]["text"] == prompt
+
+
 def test_an_error_before_the_first_event_is_an_answer_of_its_own(fake: LiveServer) -> None:
     answer = fake.post("/v1/completions", {"prompt": [10**6], "stream": True})
     assert answer.status_code == 400 and answer.headers["content-type"] == "application/json"

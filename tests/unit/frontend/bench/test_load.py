@@ -57,6 +57,13 @@ def test_requests_are_read_from_a_file(tmp_path: Path) -> None:
     assert read_requests(str(file), 2) == [("a b", 3), ([1, 2], 4)]
 
 
+def test_a_prompt_may_hold_the_line_ends_of_unicode(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    request = {"prompt": "one\u2028two\x85", "output_len": 3}
+    file.write_text(json.dumps(request, ensure_ascii=False) + "\r\n", "utf-8")
+    assert read_requests(str(file), 9) == [("one\u2028two\x85", 3)]
+
+
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
