@@ -22,12 +22,13 @@ PARTS = (
 Inputs are the kernels before the first layer, with the gap behind the step before. A product is
 counted with the kernels that belong to it: qkv with norms of heads and the rotary embedding where
 these are a kernel, gate_up with its activation, and all with the sums of the library's split
-products. A kernel of one row's experts may compute the next layer's QKV, and counts as experts.
-Recurrent layers count as attention.
+products and the kernels that round their inputs or decode their weights. A kernel of one row's
+experts may compute the next layer's QKV, and counts as experts. Recurrent layers count as
+attention.
 """
 
 _FIRST = "_prepare"
-_ATTENTION = ("_decode", "_decode_few", "_few_rows")
+_ATTENTION = ("_decode", "_decode_codes", "_decode_few", "_few_rows", "decode_attention")
 _ONE_ROW = "expert_row"
 _NORM = "_rms_norm"
 _SAMPLING = "_mask_logits"
@@ -53,6 +54,7 @@ _OF_EXPERTS = {
     "_few_down": "experts",
     "_grouped_gate_up": "experts",
     "_grouped_down": "experts",
+    "expert_products": "experts",
     "expert_stream": "experts",
     _ONE_ROW: "experts",
     "_coded_gate_up": "experts",
@@ -63,8 +65,11 @@ _OF_EXPERTS = {
     "_combine": "experts",
 }
 _PRODUCT = re.compile(
-    r"_skinny|_streamed|_one_row_codes|nvjet|gemm|gemv|cutlass|xmma", re.IGNORECASE
+    r"_skinny|_streamed|_coded$|_codes$|_wide_scaled|(coded|gated|_scaled)_product"
+    r"|nvjet|gemm|gemv|cutlass|xmma",
+    re.IGNORECASE,
 )
+_OF_NEXT_PRODUCT = ("_quantize_rows", "_decode_words", "_decode_matrix")
 _SUM = re.compile(r"reduce", re.IGNORECASE)
 
 
@@ -113,8 +118,17 @@ def _is_product(name: str) -> bool:
     return _PRODUCT.search(name) is not None and _SUM.search(name) is None
 
 
-def _parts(names: Sequence[str]) -> Iterator[str]:
-    """Yield the part of each kernel of one step."""
+def _parts(names: Sequence[str]) -> list[str]:
+    """Return the part of each kernel of one step."""
+    parts = list(_parts_so_far(names))
+    for i in range(len(names) - 2, -1, -1):
+        if names[i] in _OF_NEXT_PRODUCT:
+            parts[i] = parts[i + 1]
+    return parts
+
+
+def _parts_so_far(names: Sequence[str]) -> Iterator[str]:
+    """Yield the part of each kernel, or that of the kernel before where the name tells none."""
     last = max((i for i, name in enumerate(names) if _is_product(name)), default=-1)
     part = "inputs"
     for i, name in enumerate(names):

@@ -108,6 +108,41 @@ def with_helpers(layers: int) -> Step:
     return [*INPUTS, *layer * layers, (SPLIT, "lm_head"), (SUM, "lm_head"), *SAMPLING]
 
 
+def with_many_rows_of_codes(layers: int) -> Step:
+    """Return a step of many rows of a model whose products have codes."""
+    layer = [
+        ("_wide_codes", "qkv"),
+        ("_qkv_rope", "qkv"),
+        ("decode_attention", "attention"),
+        ("_wide_codes", "o"),
+        ("_rms_norm", "norms"),
+        ("coded_product", "gate_up"),
+        ("coded_product", "down"),
+        ("_rms_norm", "norms"),
+    ]
+    return [*INPUTS, *layer * layers, (WHOLE, "lm_head"), *SAMPLING]
+
+
+def with_rounded_inputs(layers: int) -> Step:
+    """Return a step of many rows whose products round their inputs, and whose cache has codes."""
+    layer = [
+        ("_wide_scaled", "qkv"),
+        ("_qkv_rope", "qkv"),
+        ("_decode_codes", "attention"),
+        ("_quantize_rows", "o"),
+        ("_scaled_product", "o"),
+        ("_quantize_rows", "gate_up"),
+        ("_wide_scaled", "gate_up"),
+        ("_quantize_rows", "down"),
+        ("_decode_words", "down"),
+        (WHOLE, "down"),
+        ("_quantize_rows", "qkv"),
+    ]
+    layer_last = [*layer[:-1], ("_quantize_rows", "lm_head"), ("_wide_scaled", "lm_head")]
+    first = ("_quantize_rows", "qkv")
+    return [*INPUTS, first, *layer * (layers - 1), *layer_last, *SAMPLING]
+
+
 def mixed(layers: int) -> Step:
     """Return a step of a few rows.
 
@@ -146,7 +181,17 @@ def traced(steps: list[Step], early: float = 0.0) -> tuple[list[Kernel], dict[st
 
 
 @pytest.mark.parametrize(
-    "make", [without_norms, with_experts, with_codes, with_one_kernel, with_helpers, mixed]
+    "make",
+    [
+        without_norms,
+        with_experts,
+        with_codes,
+        with_one_kernel,
+        with_helpers,
+        with_many_rows_of_codes,
+        with_rounded_inputs,
+        mixed,
+    ],
 )
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("early", [0.0, 0.75])
