@@ -65,8 +65,8 @@ _OF_EXPERTS = {
     "_combine": "experts",
 }
 _PRODUCT = re.compile(
-    r"_skinny|_streamed|_coded$|_codes$|_wide_scaled|(coded|gated|_scaled)_product"
-    r"|nvjet|gemm|gemv|cutlass|xmma",
+    r"_skinny|_streamed|_coded$|_one_row_codes|_wide_codes|_wide_scaled"
+    r"|(coded|gated|_scaled)_product|nvjet|gemm|gemv|cutlass|xmma",
     re.IGNORECASE,
 )
 _OF_NEXT_PRODUCT = ("_quantize_rows", "_decode_words", "_decode_matrix")

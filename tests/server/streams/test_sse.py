@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Callable
 from typing import Any
 
+import httpx2
 import msgspec
 import pytest
 
 from sidestep.frontend.server.schemas.protocol import ChatChunk, Completion
 from tests.server.live import LiveServer, raw_request, read_all, until
+from tests.server.scripted import scripted_server
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 _EVENT = re.compile(rb"data: ([^\r\n]+)\n\n")
@@ -139,18 +142,29 @@ def test_text_that_looks_like_an_event_is_none(make_server: Any, tmp_path: Any) 
     assert json.loads(events(data)[0])["choices"][0]["text"] == prompt
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_event_is_one_line_for_readers_that_know_the_line_ends_of_unicode(
-    n: int, fake: LiveServer
+@pytest.mark.parametrize(
+    ("route", "body", "text_of"),
+    [
+        ("completions", {"prompt": "hi"}, lambda event: event["choices"][0]["text"]),
+        ("chat/completions", CHAT, lambda event: event["choices"][0]["delta"].get("content", "")),
+        ("responses", {"input": "hi"}, lambda event: event.get("delta", "")),
+    ],
+)
+async def test_a_reader_that_knows_the_line_ends_of_unicode_gets_all_of_the_text(
+    route: str, body: dict[str, Any], text_of: Callable[[Any], str], fake_model: str
 ) -> None:
-    prompt = "one\u2028two\u2029three\x85four\N{PILE OF POO}"
-    _, data = stream(
-        fake, "/v1/completions", {"prompt": prompt, "echo": True, "n": n, "max_tokens": 1}
-    )
-    lines = [line for line in data.decode().splitlines() if line]
-    assert lines == [line for line in data.decode().split("\n") if line]
-    first = json.loads(lines[0].removeprefix("data: "))
-    assert first["choices"][0]["text"] == prompt
+    """Read as clients with httpx do, whose lines end where those of Python's texts do."""
+    async with scripted_server(fake_model) as (engine, client):
+        engine.says = "one\u2028two\u2029three\x85four\N{PILE OF POO}"
+        url = f"{client.base_url}{route}"
+        asked = {"model": "scripted", "stream": True, **body}
+        async with httpx2.AsyncClient() as http, http.stream("POST", url, json=asked) as answer:
+            data = [
+                line.removeprefix("data: ")
+                async for line in answer.aiter_lines()
+                if line.startswith("data: {")
+            ]
+    assert "".join(text_of(json.loads(each)) for each in data) == engine.says
 
 
 def test_an_error_before_the_first_event_is_an_answer_of_its_own(fake: LiveServer) -> None:
