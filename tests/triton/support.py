@@ -147,6 +147,48 @@ def guarded(x: Tensor) -> Tensor:
     return poisoned(*x.shape, dtype=x.dtype).copy_(x)
 
 
+class _Bytes:
+    """Memory of the device, as numba's interface of arrays describes it."""
+
+    def __init__(self, address: int, count: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def where_memory_ends(x: Tensor) -> Tensor:
+    """Return a copy of x behind which the GPU has no memory: whoever reads there fails.
+
+    It is never freed.
+    """
+    from cuda.bindings import driver
+
+    def made(result: Any) -> Any:
+        error, *values = result
+        assert int(error) == 0, error
+        return values[0] if values else None
+
+    kind = driver.CUmemAllocationProp()
+    kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    kind.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    kind.location.id = torch.cuda.current_device()
+    access = driver.CUmemAccessDesc()
+    access.location = kind.location
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    whole = made(driver.cuMemGetAllocationGranularity(kind, least))
+    size = -(-x.nbytes // whole) * whole
+    begin = made(driver.cuMemAddressReserve(size + whole, 0, 0, 0))
+    made(driver.cuMemMap(begin, size, 0, made(driver.cuMemCreate(size, kind, 0)), 0))
+    made(driver.cuMemSetAccess(begin, size, [access], 1))
+    assert x.nbytes % 16 == 0, "the copy would not be aligned"
+    memory = torch.as_tensor(_Bytes(int(begin) + size - x.nbytes, x.nbytes), device=x.device)
+    return memory.view(x.dtype).view(x.shape).copy_(x)
+
+
 def _whole(x: Tensor) -> Tensor:
     """Return x with its margins, as bits."""
     kind = _INTEGERS[x.element_size()]

@@ -412,7 +412,8 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     } else {
         // What is read later would wait behind all codes.
         const bool finishes = warp < share.down_items;
-        const int own = share.column(finishes ? warp : 0) + threadIdx.x % 8;
+        // A block may have no item of a short row: then its column lies behind the row.
+        const int own = (finishes ? share.column(warp) : 0) + threadIdx.x % 8;
         const float before = ADD ? widened(given.out[own]) : 0.0f;
         const float norm = NEXT ? norm_weight(given, own) : 0.0f;
         copy_x(x, given.x);

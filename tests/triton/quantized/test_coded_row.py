@@ -28,6 +28,7 @@ from tests.triton.support import (
     int32,
     needs_hopper,
     unchanged,
+    where_memory_ends,
 )
 
 pytestmark = needs_hopper
@@ -125,6 +126,20 @@ def test_it_chooses_experts(experts: int, chosen: int) -> None:
         choice = Choice(chosen, normalised=normalised, scale=1.5)
         undecided = Undecided(logits, experts, choice, None, added, range(experts), None)
         compare(x, undecided, gate_up, down)
+
+
+def test_it_reads_nothing_behind_a_short_row() -> None:
+    """Blocks that have no item of the row have nothing to read of it, nor of the norm's weight."""
+    values, (width, inner, chosen) = Values(8), (256, 128, 2)
+    _, gate_up = experts_of(FORMS[0], 2 * inner, width)
+    _, down = experts_of(FORMS[0], width, inner)
+    x = values.normal(1, width, dtype=torch.bfloat16)
+    norm = RmsNorm(where_memory_ends(values.normal(width, dtype=torch.bfloat16)), 1e-6)
+    routed, found = choices(values, chosen), where_memory_ends(x)
+    expected = compare(x, routed, gate_up, down, norm=norm)
+    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
+    multiply_row(x, routed, found, *operands, add=True, norm=norm)
+    assert torch.equal(found, expected)
 
 
 def test_values_that_are_no_numbers_arrive() -> None:
