@@ -64,17 +64,19 @@ async def served_twice(
 
     async def stream(index: int, breaks: bool) -> list[int]:
         some = SamplingParams(
-            max_tokens=60,
+            max_tokens=200,
             ignore_eos=True,
             temperature=0,
             output_kind=RequestOutputKind.DELTA,
             extra_args={"Breaker": {"fault": "trap", "file": str(file)}} if index == 0 else None,
         )
-        tokens = list[int]()
+        tokens, to_break = list[int](), breaks and index == 0
         async for output in llm.generate(PROMPTS[index], some):
+            # On a busy host, an output may have several tokens.
             tokens += output.outputs[0].token_ids
-            if breaks and index == 0 and len(tokens) == 20:
+            if to_break and len(tokens) >= 20:
                 file.touch()
+                to_break = False
         return tokens
 
     async with AsyncLLM.from_engine_args(args) as llm:
