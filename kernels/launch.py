@@ -22,7 +22,9 @@ C++ are not counted, which makes the check stricter. They name what they read ea
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -54,6 +56,24 @@ def num_processors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors, or 2 if kernels are interpreted on a CPU."""
     gpu = gpu_of(device)
     return gpu.processors if gpu is not None else 2
+
+
+_parts: list[int] = []
+
+
+@contextlib.contextmanager
+def on_processors(count: int) -> Iterator[None]:
+    """Within the context, products are launched for this many of a device's processors."""
+    _parts.append(count)
+    try:
+        yield
+    finally:
+        _parts.pop()
+
+
+def free_processors(device: torch.device) -> int:
+    """Return the number of processors that a product has; see on_processors."""
+    return _parts[-1] if _parts else num_processors(device)
 
 
 def cdiv(amount: int, size: int) -> int:

@@ -11,13 +11,15 @@ from sidestep.kernels.launch_order import completes
 
 
 @completes("decode_ends", "prefill_ends")
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count"])
 def _plan(
     seq_lens,
     query_starts,
     header,
     decode_ends,
     prefill_ends,
+    first,
+    count,
     TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -29,8 +31,8 @@ def _plan(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
-    num_rows = tl.load(header)
-    num_decode = tl.load(header + 1)
+    num_rows = tl.minimum(tl.load(header) - first, count)
+    num_decode = tl.minimum(tl.load(header + 1) - first, count)
     decodes = rows < num_decode
     length = tl.load(seq_lens + rows, mask=decodes, other=0)
     tiles = tl.cdiv(length, TILE)
@@ -57,6 +59,7 @@ def plan_attention(
     tokens: int,
     window: int,
     queries: int = 1,
+    first: int = 0,
 ) -> None:
     """Store, cumulatively by row, the numbers of tiles of both kinds of rows.
 
@@ -64,7 +67,8 @@ def plan_attention(
 
     seq_lens int32 [R]; query_starts int32 [R + 1]; header int32: header[0] is the number of rows,
     header[1] of them are decode rows and come first; decode_ends, prefill_ends int32, written:
-    their size is a power of two, at least R. queries: query tokens of each decode row.
+    their size is a power of two, at least R. queries: query tokens of each decode row. first: the
+    first of these rows among those that the header counts.
     """
     _plan[(1,)](
         seq_lens,
@@ -72,6 +76,8 @@ def plan_attention(
         header,
         decode_ends,
         prefill_ends,
+        first,
+        seq_lens.shape[0],
         tile,
         tokens,
         window,

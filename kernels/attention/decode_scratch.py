@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from sidestep.kernels.attention.decode_config import DecodeConfig
@@ -48,3 +50,10 @@ class DecodeScratch:
             self.hopper = HopperScratch.of(*heads, max_rows, device)
         if config.few is not None and has_pdl(device):
             self.few = FewScratch(*heads, device, config.few)
+
+    def on(self, processors: int) -> DecodeScratch:
+        """Return the same memory for launches on fewer processors, by the kernel for Hopper."""
+        part = copy.copy(self)
+        assert self.hopper is not None
+        part.hopper = self.hopper.on(processors)
+        return part

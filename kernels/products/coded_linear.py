@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sidestep.kernels.gpu import gpu_of, is_hopper
-from sidestep.kernels.launch import num_processors
+from sidestep.kernels.launch import free_processors, num_processors
 from sidestep.kernels.ops.rms_norm import Begun, DoneProduct, QuantizedRows, RmsNorm, Stream, normed
 from sidestep.kernels.ops.silu_mul import GateAndUp, computed, silu_mul
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
@@ -160,7 +160,7 @@ def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:
     It is the one with the least time by a rule: each turn of all processors takes a program's
     steps.
     """
-    (outputs, inputs), processors = matrix.shape, num_processors(matrix.device)
+    (outputs, inputs), processors = matrix.shape, free_processors(matrix.device)
     steps, best, least = -(-inputs // STEP), None, 0.0
     for given, each, step_us, ends_us in _WIDE:
         rows = given.rows + given.more
@@ -322,11 +322,14 @@ def _whole(
 
 def _decodes(rows: int, matrix: DeviceMatrix) -> bool:
     """Return whether W is decoded as a whole for this number of rows, which are not rounded."""
-    return rows >= (_DECODED_BESIDE if _by_clusters(matrix) else _DECODED)
+    return rows >= (_DECODED_BESIDE if by_clusters(matrix) else _DECODED)
 
 
-def _by_clusters(matrix: DeviceMatrix) -> bool:
-    """Return whether clusters of processors multiply many rows that are not rounded."""
+def by_clusters(matrix: DeviceMatrix) -> bool:
+    """Return whether clusters of processors multiply many rows that are not rounded.
+
+    They, and the kernel that adds to the stream then, take as many processors as they are given.
+    """
     return streams(matrix) and clustered_codes.takes(matrix)
 
 
@@ -388,7 +391,7 @@ def coded_gated_linear(
     unscaled = None if _rows_of(x) in _LIKE_256 else _unscaled(rounded, matrix, bias)
     if unscaled is not None:
         return GateAndUp(unscaled)
-    if rounded is None and _rows_of(x) > MAX_ROWS and _by_clusters(matrix):
+    if rounded is None and _rows_of(x) > MAX_ROWS and by_clusters(matrix):
         return clustered_codes.multiply(normed(x), matrix, bias, gated=True)
     if rounded is None and _rows_of(x) >= _DECODED:
         return gated_linear(x, _decoded(matrix), bias)

@@ -17,7 +17,7 @@ from sidestep.kernels.cuda.compiler import compiles, cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels, runs_or_compiles
 from sidestep.kernels.cuda.tile_maps import tile_map
 from sidestep.kernels.cuda.wgmma_source import kind_of, wgmma_source
-from sidestep.kernels.launch import cdiv, num_processors
+from sidestep.kernels.launch import cdiv, free_processors, num_processors
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix
 
 _ROWS = 128
@@ -152,7 +152,7 @@ def _at_once(tokens: int) -> int:
 
 def _launch(x: Tensor, matrix: DeviceMatrix, bias: Tensor | None, out: Tensor, gated: bool) -> None:
     (outputs, inputs), (height, width) = matrix.shape, matrix.group
-    processors, steps = num_processors(x.device), cdiv(inputs, STEP)
+    processors, steps = free_processors(x.device), cdiv(inputs, STEP)
     pairs = cdiv(outputs, 2 * _ROWS)
     tile = _tile(len(x), pairs * steps, processors)
     form = Form(x.dtype, tile, width, matrix.zeros, gated, bias is not None)

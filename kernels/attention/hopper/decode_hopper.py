@@ -6,6 +6,7 @@ loads, which Triton has no words for.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import math
 from dataclasses import dataclass
@@ -101,13 +102,23 @@ class HopperScratch:
         self, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
     ) -> None:
         group = num_heads // num_kv_heads
-        shares = num_processors(device) * _blocks_of(head_dim, group) // num_kv_heads
-        self.blocks = shares * num_kv_heads
+        self._kv_heads, self._each = num_kv_heads, _blocks_of(head_dim, group)
+        self.blocks = self._blocks_on(num_processors(device))
         # Each share has two parts: of the row it begins within, and of the row it ends within.
         parts = 2 * self.blocks * cdiv(group, 8)
         self.partial = torch.empty(parts, 8 * head_dim, device=device)
         self.stats = torch.empty(parts, 16, device=device)
         self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+
+    def _blocks_on(self, processors: int) -> int:
+        """Return the blocks of a launch on this number of processors."""
+        return processors * self._each // self._kv_heads * self._kv_heads
+
+    def on(self, processors: int) -> HopperScratch:
+        """Return the same memory for launches on fewer processors."""
+        part = copy.copy(self)
+        part.blocks = self._blocks_on(processors)
+        return part
 
     @classmethod
     def of(
