@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from sidestep.ipc.model.cache_groups import LayerPlace
 from sidestep.ipc.model.kv.kv_layout import KvLayout
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.ipc.transport.step import Int32
+from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.unfinished_product import Product
 
 Norms = tuple[Tensor, Tensor]
@@ -121,6 +122,9 @@ class AttentionSetup:
     """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
     coded_products: bool = False
     """Whether the weights of the products before and behind attention are in codes."""
+    split_weights: int | None = None
+    """Weights of a layer's products, if these may run for one half of a step's rows while the other
+    half attends; else None."""
     memory: KvMemory | None = None
     """The blocks of these layers, where other backends share them; None to allocate them."""
 
@@ -181,6 +185,38 @@ class StepBatch:
     """The device's view of the step; None where the host computes."""
 
 
+class Attends(Protocol):
+    """The attention of a step's rows."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Product,
+        norms: Norms | None,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        """See AttentionBackend.attend."""
+
+
+class SplitLayer(Protocol):
+    """A layer whose attention and products may run apart."""
+
+    def attend(self, stream: Stream, attention: Attends) -> Tensor:
+        """Return the heads' results, [T, H * D]."""
+
+    def finish(self, stream: Stream, attended: Tensor) -> Stream:
+        """Return the stream, which is added to in place, behind the layer."""
+
+
+class SplitStep(abc.ABC):
+    """A step of parts that go through the layers beside one another."""
+
+    @abc.abstractmethod
+    def through(self, layers: Sequence[SplitLayer], stream: Stream) -> Stream:
+        """Return the stream of all tokens behind all layers."""
+
+
 class AttentionBackend(abc.ABC):
     """The owner of the KV cache and of its layout.
 
@@ -224,6 +260,17 @@ class AttentionBackend(abc.ABC):
         The copies come before a step, and after everything that is queued already.
         """
         self.cache.copy_blocks(sources, targets)
+
+    def split_context(self, rows: int) -> range | None:
+        """Return with how many tokens of context it pays to compute a step of decodes in parts.
+
+        Count the tokens of all rows. None: it never pays with this number of rows.
+        """
+        return None
+
+    def split(self, batch: StepBatch) -> SplitStep:
+        """Begin a step of decodes that is computed in parts, in place of `begin_step`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:

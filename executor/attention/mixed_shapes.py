@@ -95,4 +95,5 @@ def _setup_of(
         ),
         rotary=[setup.rotary[table] for table in own_tables],
         memory=memory.of_layers(layers),
+        split_weights=None,
     )

@@ -5,6 +5,8 @@ Llama 4 and Ministral 3 sharpen attention so, far behind the lengths of their tr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from sidestep.executor.attention.base import AttentionBackend, AttentionSetup, Norms, StepBatch
@@ -13,10 +15,9 @@ from sidestep.kernels.unfinished_product import Product, finished
 
 def open_scaled(backend: type[AttentionBackend], setup: AttentionSetup) -> AttentionBackend:
     """Return a backend with an empty cache, with queries that are scaled where a model does so."""
-    opened = backend(setup)
     if all(table.query_factors is None for table in setup.rotary):
-        return opened
-    return ScaledQueries(opened, setup)
+        return backend(setup)
+    return ScaledQueries(backend(replace(setup, split_weights=None)), setup)
 
 
 class ScaledQueries(AttentionBackend):

@@ -20,6 +20,7 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
+from sidestep.executor.attention.halves import Halves
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
@@ -34,6 +35,7 @@ from sidestep.kernels.attention.prefill_attention_triton import prefill_attentio
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.gpu import gpu_of
 from sidestep.kernels.launch import next_power_of_2
+from sidestep.kernels.processor_parts import Parts, split_processors
 from sidestep.kernels.unfinished_product import (
     PendingProduct,
     Product,
@@ -53,6 +55,17 @@ _CONVERTS_E4M3 = 89
 _MOST_DIM = 256
 """Largest size of heads for which rows may have several query tokens. Their state is kept in
 registers."""
+
+
+_LEAST_SPLIT = 192
+"""Rows from which on a step may be computed in halves."""
+_SPLIT_FROM, _SPLIT_ROWS, _SPLIT_UP_TO = 3.6, 200, 2.5
+"""With this many bytes of keys and values for each weight of a layer's products halves pay, and
+one more for each of this many rows: the products of halves take longer, and attention has to hide
+more than that. With more than this many times these bytes, attention takes longer than what it
+hides."""
+_ATTENDING = 40
+"""Processors that attend meanwhile. They read at nine tenths of the speed of all."""
 
 
 class _Step(NamedTuple):
@@ -139,6 +152,27 @@ class TritonAttention(AttentionBackend):
             for layer, window in enumerate(shape.windows):
                 self._works[window, shape.place(layer).group] = few.new_work(_FEW_ROWS)
         self._step: _Step | None = None
+        self._parts = self._parts_of_device()
+        if self._parts is not None:
+            self._split_scratch = self._scratches[1].on(self._parts[0].processors)
+            self._split_plans = [
+                {
+                    window: (torch.zeros_like(ends), torch.zeros_like(ends))
+                    for (window, size), (ends, _) in self._plans.items()
+                    if size == many
+                }
+                for _ in range(2)
+            ]
+
+    def _parts_of_device(self) -> Parts | None:
+        """Return the processors of attention and of products if steps may be split, else None."""
+        plain = all(isinstance(cache, Tensor) for cache in self._layers)
+        caps = any(cap is not None for cap in self._shape.softcaps)
+        hopper = 1 in self._scratches and self._scratches[1].hopper is not None
+        windows = any(self._shape.windows)
+        if self._setup.split_weights is None or not (plain and hopper) or caps or windows:
+            return None
+        return split_processors(self._setup.device, _ATTENDING)
 
     def _suits_hopper(self) -> bool:
         """Return whether the kernel for Hopper takes the prompts of all layers."""
@@ -162,18 +196,7 @@ class TritonAttention(AttentionBackend):
         plan = {window: self._plans[window, size] for window in set(self._shape.windows)}
         works = self._works_for(batch.rows, scratch)
         self._step = _Step(batch, batch.rows, scratch, plan, works)
-        for window, (decode_ends, prefill_ends) in plan.items():
-            plan_attention(
-                batch.rows.seq_lens,
-                batch.rows.query_starts,
-                batch.rows.header,
-                decode_ends,
-                prefill_ends,
-                tile=scratch.config.tile,
-                tokens=self._tokens,
-                window=window,
-                queries=batch.rows.queries,
-            )
+        self._plan(self._step)
         for (window, group), work in works.items():
             assert scratch.few is not None
             scratch.few.plan(
@@ -185,6 +208,45 @@ class TritonAttention(AttentionBackend):
                 self._setup.block_size,
                 window,
             )
+
+    def _plan(self, step: _Step, first: int = 0) -> None:
+        """Plan a step's attention. first: the first of its rows among those of the header."""
+        for window, (decode_ends, prefill_ends) in step.plan.items():
+            plan_attention(
+                step.rows.seq_lens,
+                step.rows.query_starts,
+                step.rows.header,
+                decode_ends,
+                prefill_ends,
+                tile=step.scratch.config.tile,
+                tokens=self._tokens,
+                window=window,
+                queries=step.rows.queries,
+                first=first,
+            )
+
+    def split_context(self, rows: int) -> range | None:
+        """Return with how many tokens of context it pays to compute decodes in halves."""
+        weights, shape = self._setup.split_weights, self._shape
+        if self._parts is None or weights is None or rows < _LEAST_SPLIT:
+            return None
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self._setup.dtype.itemsize
+        least = (_SPLIT_FROM + rows / _SPLIT_ROWS) * weights / token_bytes
+        return range(int(least), int(_SPLIT_UP_TO * least))
+
+    def split(self, batch: StepBatch) -> Halves:
+        """Plan both halves of a step of decodes."""
+        rows, parts = batch.rows, self._parts
+        assert rows is not None and rows.max_prompt_rows == 0 and parts is not None
+        middle, count = len(rows.slots) // 8 * 4, len(rows.slots)
+        steps = []
+        for own, plan in zip((range(middle), range(middle, count)), self._split_plans, strict=True):
+            part = _rows_of(batch, rows, own)
+            assert part.rows is not None
+            step = _Step(part, part.rows, self._split_scratch, plan, {})
+            self._plan(step, own.start)
+            steps.append((own, _HalfStep(self, step)))
+        return Halves(steps, parts)
 
     def _works_for(self, rows: DeviceRows, scratch: DecodeScratch) -> dict[tuple[int, int], Tensor]:
         """Return the lists to plan if the step's rows go to the kernel of few rows."""
@@ -202,11 +264,10 @@ class TritonAttention(AttentionBackend):
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         """Launch one layer's attention."""
-        shape, setup, step = self._shape, self._setup, self._step
+        step = self._step
         assert step is not None, "no step has begun"
         rows = step.rows
-        table = setup.rotary[shape.table(layer)]
-        rope = Rope(table.cos, table.sin, norms, setup.norm_eps)
+        rope = self._rope(layer, norms)
         # Several queries of a row attend to one another's keys, so all keys are written before. But
         # for few rows, codes are written before too: a query attends to them as they are read.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
@@ -225,6 +286,11 @@ class TritonAttention(AttentionBackend):
         else:
             self._attend_both(step, layer, queries, out, sinks)
         return out
+
+    def _rope(self, layer: int, norms: Norms | None) -> Rope:
+        """Return what is applied to a layer's queries and keys."""
+        table = self._setup.rotary[self._shape.table(layer)]
+        return Rope(table.cos, table.sin, norms, self._setup.norm_eps)
 
     def _room(self, queries: Tensor) -> Tensor:
         """Return memory for the attended heads of these tokens."""
@@ -332,6 +398,42 @@ class TritonAttention(AttentionBackend):
             softcap=self._shape.softcap(layer),
             sinks=sinks,
         )
+
+
+class _HalfStep:
+    """A half of a step's rows; see executor/attention/halves.py."""
+
+    def __init__(self, backend: TritonAttention, step: _Step) -> None:
+        self._backend, self._step = backend, step
+
+    def write(
+        self, layer: int, qkv: Product, norms: Norms | None, kv_scales: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values; return the queries, and memory for the attended heads."""
+        backend = self._backend
+        queries = backend._write(self._step, layer, qkv, backend._rope(layer, norms), kv_scales)
+        return queries, backend._room(queries)
+
+    def attend(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Launch attention."""
+        self._backend._attend_decodes(self._step, layer, queries, out, None, sinks)
+
+
+def _rows_of(batch: StepBatch, rows: DeviceRows, own: range) -> StepBatch:
+    """Return some consecutive decode rows of a step."""
+    part = slice(own.start, own.stop)
+    return replace(
+        batch,
+        positions=batch.positions[part],
+        slot_mapping=batch.slot_mapping[:, part],
+        rows=replace(
+            rows,
+            slots=rows.slots[part],
+            seq_lens=rows.seq_lens[part],
+            query_starts=rows.query_starts[own.start : own.stop + 1],
+            max_decode_rows=len(own),
+        ),
+    )
 
 
 def _check(setup: AttentionSetup) -> None:

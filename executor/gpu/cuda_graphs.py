@@ -8,7 +8,7 @@ runs at a time, and nothing in the pool outlives its step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -45,6 +45,8 @@ class StepSizes:
     max_prompt_rows: int
     queries: int = 1
     """Tokens of each row in a step with drafts; all its rows have the same number."""
+    in_parts: bool = False
+    """Whether a step of decodes is computed in parts; see AttentionBackend.split_context."""
     has_many_saves: bool = False
     """Whether rows with prompts may save more than FEW_SAVES states of recurrent layers, which no
     graph takes (executor/recurrent/state_words.py)."""
@@ -163,6 +165,8 @@ class CudaGraphs:
         # One stream for all: the library of products keeps some memory for each stream.
         self._stream = torch.cuda.Stream()
         self._decode: list[StepGraph] = []
+        self._in_parts: dict[int, StepGraph] = {}
+        """By the number of rows: graphs of decodes that are computed in parts."""
         self._mixed: list[StepGraph] = []
         self._drafting: dict[int, list[StepGraph]] = {}
         """By the number of queries of a row."""
@@ -192,10 +196,14 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
+        captured = StepGraph(sizes, layout, graph)
+        if sizes.in_parts:
+            self._in_parts[sizes.rows] = captured
+            return
         graphs = self._decode if sizes.decode_only else self._mixed
         if sizes.queries > 1:
             graphs = self._drafting.setdefault(sizes.queries, [])
-        graphs.append(StepGraph(sizes, layout, graph))
+        graphs.append(captured)
         graphs.sort(key=lambda g: (g.sizes.tokens, g.sizes.rows))
 
     def find(self, rows: int, tokens: int, queries: int = 1) -> StepGraph | None:
@@ -205,10 +213,15 @@ class CudaGraphs:
             graphs = self._drafting.get(queries, [])
         return next((graph for graph in graphs if graph.sizes.takes(rows, tokens)), None)
 
+    def in_parts(self, whole: StepGraph) -> StepGraph:
+        """Return the graph of a step's parts. It has been captured."""
+        return self._in_parts[whole.sizes.rows]
+
 
 def capture_steps(
     launch: Callable[[StepSizes, StepLayout], object],
     kinds_of_layers: Callable[[], AbstractContextManager[None]],
+    decode: Sequence[StepSizes],
     limits: StepLimits,
     spec: ModelSpec,
 ) -> CudaGraphs:
@@ -216,11 +229,10 @@ def capture_steps(
 
     launch: launches all kernels of a step of given sizes. The message on the device has no rows.
     kinds_of_layers: within its context a step has only layers that differ in their kernels. They
-    launch whatever all layers launch, in a tenth of the time.
+    launch whatever all layers launch, in a tenth of the time. decode: steps without drafts.
     """
     graphs = CudaGraphs(launch)
-    decode = [StepSizes(n, n, n, 0) for n in decode_ladder(limits.max_num_seqs)]
-    decode += draft_sizes(limits)
+    decode = [*decode, *draft_sizes(limits)]
     mixed = mixed_ladder(
         limits.max_num_seqs, limits.max_num_batched_tokens, worthwhile_tokens(spec)
     )

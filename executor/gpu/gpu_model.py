@@ -151,6 +151,7 @@ class GpuModel:
             self.graphs = capture_steps(
                 self.kernels.launch,
                 self._loaded.decoder.kinds_of_layers,
+                self.kernels.decode_sizes(self._setup.limits.max_num_seqs),
                 self._setup.limits,
                 self._setup.args.spec,
             )

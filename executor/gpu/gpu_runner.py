@@ -176,6 +176,8 @@ class GpuRunner(StepOrder[GpuStep]):
         graph = None
         if graphs is not None and prompts is None and not _has_many_saves(batch):
             graph = graphs.find(len(batch.slots), batch.total_tokens * queries, queries)
+            if graph is not None and kernels.pays_in_parts(graph.sizes, batch):
+                graph = graphs.in_parts(graph)
         layout = graph.layout if graph is not None else memory.layout
         used = self._packer.pack(position, layout, batch, step, apart)
         self._events[position][0].record()
@@ -214,8 +216,11 @@ class GpuRunner(StepOrder[GpuStep]):
             if self._setup.backend.graph_safe
             else StepSizes(rows, work.num_tokens, decodes, rows - decodes)
         )
-        if _has_many_saves(batch):
-            sizes = replace(sizes, has_many_saves=True)
+        sizes = replace(
+            sizes,
+            in_parts=work.kernels.pays_in_parts(sizes, batch),
+            has_many_saves=_has_many_saves(batch),
+        )
         if self._pooler is not None:
             self._pool(self._pooler, work, sizes)
         else:

@@ -8,13 +8,20 @@ those on a GPU (executor/gpu/warm_up.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionSetup, DeviceRows, StepBatch
+from sidestep.executor.attention.base import (
+    AttentionBackend,
+    AttentionSetup,
+    DeviceRows,
+    SplitStep,
+    StepBatch,
+)
 from sidestep.executor.attention.mixed_shapes import open_attention
-from sidestep.executor.gpu.cuda_graphs import StepSizes, most_queries
+from sidestep.executor.gpu.cuda_graphs import StepSizes, decode_ladder, most_queries
 from sidestep.executor.gpu.device_tables import StepRows
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
 from sidestep.executor.layers.gated_delta import RecurrentStep
@@ -31,6 +38,7 @@ from sidestep.executor.sampling.prompt_logprobs import (
 )
 from sidestep.executor.sampling.token_logprobs import Logprobs
 from sidestep.ipc.model.layer_spec import recurrent_of
+from sidestep.ipc.model.model_size import layers_size
 from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.triton.mask_logits_triton import mask_logits
@@ -97,6 +105,7 @@ class StepKernels:
                 max_rows=setup.limits.max_num_seqs,
                 queries=tuple(1 + tier for tier in tiers_of(setup.limits.num_drafts)),
                 coded_products=quantization is not None and not quantization.is_empty,
+                split_weights=_split_weights(setup, model, parallel),
             ),
         )
         self.recurrent = (
@@ -119,6 +128,17 @@ class StepKernels:
         states = 0 if self.recurrent is None else self.recurrent.nbytes
         return self.attention.cache.nbytes + states
 
+    def decode_sizes(self, max_rows: int) -> list[StepSizes]:
+        """Return the sizes of steps of decodes, and behind them those that may be in parts."""
+        whole = [StepSizes(n, n, n, 0) for n in decode_ladder(max_rows)]
+        split = [own for own in whole if self.attention.split_context(own.rows) is not None]
+        return whole + [replace(own, in_parts=True) for own in split]
+
+    def pays_in_parts(self, sizes: StepSizes, host: HostBatch) -> bool:
+        """Return whether it pays to compute this step in parts."""
+        context = self.attention.split_context(sizes.rows) if sizes.decode_only else None
+        return context is not None and int(host.seq_lens.sum()) in context
+
     def launch(
         self,
         sizes: StepSizes,
@@ -133,8 +153,8 @@ class StepKernels:
         prompts: prompt tokens whose log-probabilities are asked for; returns those
         log-probabilities. empty: allocates what the first kernel writes.
         """
-        memory, model, attention = self._memory, self.model, self.attention
-        rows, prepared = self._prepare(sizes, layout, host, empty)
+        memory, model = self._memory, self.model
+        rows, prepared, attention = self._prepare(sizes, layout, host, empty)
         inputs, recurrent = self._inputs(sizes, prepared), self._recurrent(sizes, layout)
         if not self._stage.is_last:
             hidden = model.decoder.states(inputs, attention, None, recurrent).hidden
@@ -166,10 +186,10 @@ class StepKernels:
         of_rows: whether it has the last token of each row alone, else all tokens; both with
         padding behind them.
         """
-        _, prepared = self._prepare(sizes, layout, host, torch.empty)
+        _, prepared, attention = self._prepare(sizes, layout, host, torch.empty)
         chosen = prepared.last_tokens if of_rows and not sizes.decode_only else None
         return self.model.decoder.states(
-            self._inputs(sizes, prepared), self.attention, chosen, self._recurrent(sizes, layout)
+            self._inputs(sizes, prepared), attention, chosen, self._recurrent(sizes, layout)
         )
 
     def _inputs(self, sizes: StepSizes, prepared: StepInputs) -> Tensor:
@@ -207,9 +227,9 @@ class StepKernels:
         layout: StepLayout,
         host: HostBatch | None,
         empty: Callable[..., Tensor],
-    ) -> tuple[StepRows, StepInputs]:
-        """Launch the first kernel, and return what it writes; tell the attention of the step."""
-        memory, attention = self._memory, self.attention
+    ) -> tuple[StepRows, StepInputs, AttentionBackend | SplitStep]:
+        """Launch the first kernel; return what it writes, and the step's attention."""
+        memory = self._memory
         message, tables, device = memory.message, memory.tables, memory.message.device
         rows = memory.columns.step_rows(message, layout, sizes.rows, sizes.queries)
         token_ids, positions = (
@@ -226,22 +246,31 @@ class StepKernels:
         )
         prepare_step(message, layout, tables, prepared, self._block_size, sizes.queries)
         starts = layout.at("query_starts")
-        attention.begin_step(
-            StepBatch(
-                positions=positions,
-                slot_mapping=slot_mapping,
-                host=host,
-                rows=DeviceRows(
-                    header=message[:HEADER],
-                    slots=rows.slots,
-                    seq_lens=rows.seq_lens,
-                    query_starts=message[starts : starts + sizes.rows + 1],
-                    block_tables=tables.block_tables,
-                    max_decode_rows=sizes.max_decode_rows,
-                    max_prompt_rows=sizes.max_prompt_rows,
-                    queries=sizes.queries,
-                    valid_lens=rows.valid_lens if sizes.queries > 1 else None,
-                ),
-            )
+        batch = StepBatch(
+            positions=positions,
+            slot_mapping=slot_mapping,
+            host=host,
+            rows=DeviceRows(
+                header=message[:HEADER],
+                slots=rows.slots,
+                seq_lens=rows.seq_lens,
+                query_starts=message[starts : starts + sizes.rows + 1],
+                block_tables=tables.block_tables,
+                max_decode_rows=sizes.max_decode_rows,
+                max_prompt_rows=sizes.max_prompt_rows,
+                queries=sizes.queries,
+                valid_lens=rows.valid_lens if sizes.queries > 1 else None,
+            ),
         )
-        return rows, prepared
+        if sizes.in_parts:
+            return rows, prepared, self.attention.split(batch)
+        self.attention.begin_step(batch)
+        return rows, prepared, self.attention
+
+
+def _split_weights(setup: GpuSetup, model: LoadedModel, parallel: Parallel) -> int | None:
+    """Return AttentionSetup.split_weights."""
+    if not model.decoder.may_split:
+        return None
+    layers = setup.args.stage_layers
+    return layers_size(setup.args.spec, parallel.size, layers).parameters // len(layers)

@@ -12,7 +12,7 @@ import select
 import numpy as np
 import torch
 
-from sidestep.executor.gpu.cuda_graphs import PAD, StepSizes, decode_ladder, draft_sizes
+from sidestep.executor.gpu.cuda_graphs import PAD, StepSizes, draft_sizes
 from sidestep.executor.gpu.gpu_setup import GpuSetup, StepMemory
 from sidestep.executor.gpu.step_kernels import LoadedModel, StepKernels
 from sidestep.executor.parallel.parallel_state import Parallel
@@ -80,8 +80,7 @@ def launch_all(
     most, tokens, model = limits.max_num_seqs, limits.max_num_batched_tokens, kernels.model
     # The kernels that take longest to compile come first: the samplers, then attention.
     kinds = [StepSizes(rows, tokens, rows, rows) for rows in {1, most}]
-    kinds += [StepSizes(n, n, n, 0) for n in decode_ladder(most)]
-    kinds += draft_sizes(limits)
+    kinds += [*kernels.decode_sizes(most), *draft_sizes(limits)]
     if memory.states is not None:
         kinds += [StepSizes(rows, tokens, rows, rows) for rows in memory.states.row_ladder]
         kinds.append(StepSizes(most, tokens, most, most, has_many_saves=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, Norms
+from sidestep.executor.attention.base import Attends, AttentionBackend, Norms
 from sidestep.executor.attention.rotary import pair_order
 from sidestep.executor.layers.linear import RowParallelLinear, column_parallel
 from sidestep.executor.layers.norms import SharedNorm, load_norm
@@ -169,21 +169,26 @@ class Attention:
         codes = self._qkv.codes
         return None if codes is None else ProductBehind(codes, crowded=True)
 
+    @property
+    def may_share(self) -> bool:
+        """Whether its products leave other processors alone in steps of many rows."""
+        return self._is_plain and self._qkv.may_share and self._out.may_share
+
     def warm_up(self, stream: Stream) -> Stream:
         """Run the products alone."""
         qkv = finished(self._qkv.unfinished(stream)) if self._is_plain else self._qkv(stream)
-        return self._add(stream, qkv[:, : self._width].contiguous())
+        return self.add(stream, qkv[:, : self._width].contiguous())
 
     def __call__(
         self, stream: Stream, layer: int, attention: AttentionBackend, rows: Tensor | None
     ) -> Stream:
         """Return the stream with attention added. rows: see Layer."""
-        attended = self._attended(stream, layer, attention)
+        attended = self.attended(stream, layer, attention)
         if rows is not None:
             stream, attended = stream.of_rows(rows), attended.index_select(0, rows)
-        return self._add(stream, attended)
+        return self.add(stream, attended)
 
-    def _attended(self, stream: Stream, layer: int, attention: AttentionBackend) -> Tensor:
+    def attended(self, stream: Stream, layer: int, attention: Attends) -> Tensor:
         """Return the heads' results, [T, H * D]."""
         constants = self._head_norms, self._sinks, self._kv_scales
         if self._is_plain:
@@ -206,5 +211,6 @@ class Attention:
             self._value_norm.of_heads(qkv[:, self._values])
         return qkv
 
-    def _add(self, stream: Stream, attended: Tensor) -> Stream:
+    def add(self, stream: Stream, attended: Tensor) -> Stream:
+        """Return the stream with the heads' results [T, H * D] added."""
         return self._out.add_to(stream.hidden, attended, self._following)

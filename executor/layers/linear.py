@@ -36,6 +36,15 @@ class Linear:
         """The matrix, if it is coded and on a GPU, and there is no bias."""
         return self._product.codes
 
+    @property
+    def may_share(self) -> bool:
+        """Whether its kernels for many rows leave other processors alone."""
+        if self.codes is None:
+            return False
+        from sidestep.kernels.products.coded_linear import by_clusters
+
+        return by_clusters(self.codes)
+
     def __call__(self, x: Tensor | Stream, out: Tensor | None = None) -> Tensor:
         """Return the product with x, or with the norm of x if that is a stream.
 
@@ -137,6 +146,11 @@ class SumOverRanks:
         self._buffer = buffer
         self._after = after
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the residual is always written over, by this rank alone."""
+        return self._after is None and self._parallel.size == 1
+
     def add(self, residual: Tensor, part: RankPart, norm: RmsNorm) -> Stream:
         """Return the residual with all parts, on its way through `norm`.
 
@@ -188,6 +202,11 @@ class RowParallelLinear:
         own_bias = weights.get(f"{name}.bias", (num_outputs,)) if bias else None
         self._linear = Linear(weight, own_bias if parallel.rank == 0 else None)
         self._sum = SumOverRanks(parallel, buffer, after)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether it is added in place, by kernels that leave other processors alone."""
+        return self._linear.may_share and self._sum.is_in_place
 
     def add_to(self, residual: Tensor, x: Tensor | GateAndUp, norm: RmsNorm) -> Stream:
         """Return residual + x W^T + b, on its way through `norm`.

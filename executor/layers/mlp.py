@@ -47,6 +47,12 @@ class Mlp:
             after=after,
         )
 
+    @property
+    def may_share(self) -> bool:
+        """Whether it leaves other processors alone in steps of many rows, and adds in place."""
+        plain = self._activation == "silu"
+        return plain and self._gate_up.may_share and self._down.may_share
+
     def __call__(self, stream: Stream) -> Stream:
         """Return the stream with the MLP added."""
         inner = self._gate_up.inner(stream, self._activation)

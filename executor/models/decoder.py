@@ -14,7 +14,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import AttentionBackend, AttentionShape, Heads
+from sidestep.executor.attention.base import (
+    Attends,
+    AttentionBackend,
+    AttentionShape,
+    Heads,
+    SplitStep,
+)
 from sidestep.executor.layers.attention import Attention
 from sidestep.executor.layers.experts.layer import Experts
 from sidestep.executor.layers.gated_delta import GatedDeltaNet, RecurrentStep
@@ -232,6 +238,28 @@ class Layer:
         if isinstance(self._mlp, Experts) and product is not None and same:
             self._mlp.precede(product)
 
+    @property
+    def may_split(self) -> bool:
+        """Whether its attention and its products may run apart, on some of the processors each."""
+        plain = self._token_input is None and self._factor is None
+        return (
+            plain
+            and isinstance(self._mixer, Attention)
+            and isinstance(self._mlp, Mlp)
+            and self._mixer.may_share
+            and self._mlp.may_share
+        )
+
+    def attend(self, stream: Stream, attention: Attends) -> Tensor:
+        """Return the heads' results [T, H * D] of a layer that may be split."""
+        assert isinstance(self._mixer, Attention)
+        return self._mixer.attended(stream, self._local_index, attention)
+
+    def finish(self, stream: Stream, attended: Tensor) -> Stream:
+        """Return the stream, which is added to in place, behind a layer that may be split."""
+        assert isinstance(self._mixer, Attention)
+        return self._mlp(self._mixer.add(stream, attended))
+
     def warm_up(self, stream: Stream) -> None:
         """Run the products alone."""
         made = self._mlp(self._mixer.warm_up(stream))
@@ -337,6 +365,11 @@ class DecoderForCausalLM:
                 output, spec.vocab_size, parallel, spec.logits_scale, spec.logits_softcap
             )
 
+    @property
+    def may_split(self) -> bool:
+        """Whether a step may be computed in halves; see executor/attention/halves.py."""
+        return all(layer.may_split for layer in self._layers)
+
     @contextmanager
     def kinds_of_layers(self) -> Iterator[None]:
         """Keep, within the context, only layers that differ in the kernels that they need.
@@ -381,7 +414,7 @@ class DecoderForCausalLM:
     def __call__(
         self,
         token_ids: Tensor,
-        attention: AttentionBackend,
+        attention: AttentionBackend | SplitStep,
         logits_rows: Tensor | None,
         out: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
@@ -396,7 +429,7 @@ class DecoderForCausalLM:
     def states(
         self,
         inputs: Tensor,
-        attention: AttentionBackend,
+        attention: AttentionBackend | SplitStep,
         rows: Tensor | None,
         recurrent: RecurrentStep | None = None,
     ) -> Stream:
@@ -425,7 +458,7 @@ class DecoderForCausalLM:
     def through_layers(
         self,
         stream: Stream,
-        attention: AttentionBackend,
+        attention: AttentionBackend | SplitStep,
         rows: Tensor | None = None,
         recurrent: RecurrentStep | None = None,
         own: Tensor | None = None,
@@ -434,6 +467,9 @@ class DecoderForCausalLM:
 
         own: see `token_vectors`. rows, recurrent: see `states`.
         """
+        if isinstance(attention, SplitStep):
+            assert rows is None and recurrent is None and own is None
+            return attention.through(self._layers, stream)
         each: Sequence[Tensor | None] = [None] * len(self._layers)
         if own is not None:
             each = own.chunk(self._num_layers, 1)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from sidestep.executor.attention.halves import Halves
+from sidestep.executor.attention.triton_backend import TritonAttention
 from sidestep.executor.gpu import token_sampler
 from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.models.decoder import Layer
@@ -23,6 +25,8 @@ from sidestep.kernels.products.hopper import row_products
 from sidestep.kernels.triton import sampling_triton
 from sidestep.kernels.unfinished_product import PendingProduct
 from tests.e2e.models import load_reference, random_prompts, write_model
+from tests.quantized.whole_numbers import awq, awq_config
+from tests.quantized.written import Case, only_layers, write
 from tests.unit.executor.steps import Request, schedule, windows_of
 
 pytestmark = pytest.mark.gpu
@@ -34,16 +38,16 @@ needs_hopper = pytest.mark.skipif(
 
 
 def make_runner(
-    path: str, dtype: str, quantization: str | None = None, **parallel: Any
+    path: str, dtype: str, quantization: str | None = None, rows: int = 64, **parallel: Any
 ) -> GpuRunner:
     runner = GpuRunner(
         WorkerArgs(
             rank=0,
             spec=load_model_spec(path, quantization=quantization),
             model=ModelConfig(model=path, dtype=dtype, quantization=quantization),
-            cache=CacheConfig(block_size=16, num_kv_blocks=600),
+            cache=CacheConfig(block_size=16, num_kv_blocks=600 + 6 * rows),
             parallel=ParallelConfig(device="cuda", **parallel),
-            scheduler=SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=256),
+            scheduler=SchedulerConfig(max_num_seqs=rows, max_num_batched_tokens=max(256, 2 * rows)),
             max_model_len=256,
         )
     )
@@ -148,6 +152,40 @@ def test_experts_of_one_row_compute_the_product_behind(
         assert sum(done) == 2 * 19 * behind, "two layers have experts before a layer"
         found.append((request.output, torch.cat(logits)))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+@needs_hopper
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_step_in_halves_computes_what_a_whole_one_does(
+    eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare tokens: attention adds in another order, so a few may differ."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    case = Case(awq_config(128), only_layers(awq(128)), changes=sizes)
+    path = write(case, tmp_path).quantized
+    through, split, answers = Halves.through, list[int](), []
+
+    def recorded(self: Halves, *operands: Any) -> Any:
+        split.append(1)
+        return through(self, *operands)
+
+    monkeypatch.setattr(Halves, "through", recorded)
+    prompts = [[(7 * i + j) % VOCAB for j in range(1 + i % 9)] for i in range(220)]
+    for context in (range(1 << 30), None):
+        monkeypatch.setattr(
+            TritonAttention,
+            "split_context",
+            lambda _, rows, context=context: context if rows >= 192 else None,
+        )
+        runner = make_runner(path, "bfloat16", rows=230, enforce_eager=eager)
+        requests = [Request(prompt, 40) for prompt in prompts]
+        for step, sampling in schedule(requests, 460, 16, windows_of(runner)):
+            collect(runner.execute(step), sampling)
+        answers.append([r.output for r in requests])
+        assert len(split) > (30 if eager else 0) if context else not split
+        split.clear()
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    assert same > 200, same
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -14,13 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from sidestep.executor.attention.halves import Halves
+from sidestep.executor.attention.triton_backend import TritonAttention
 from sidestep.executor.gpu.gpu_runner import GpuRunner
+from sidestep.executor.models.decoder import Layer
 from sidestep.executor.models.weight_memory import weights_of
 from sidestep.executor.runner.runner import PendingOutput, Runner
 from sidestep.ipc.params.beam_search_params import BeamSearchParams
 from sidestep.ipc.params.logits_controls import Controls
 from sidestep.ipc.transport.messages import unpack_ids
 from sidestep.ipc.transport.step import LogprobColumns, StepInput, StepOutput, UInt8
+from sidestep.kernels.attention.decode_scratch import DecodeScratch
+from sidestep.kernels.ops.rms_norm import Stream
+from sidestep.kernels.processor_parts import ProcessorPart
 from tests.e2e.models import random_prompts, write_model
 from tests.fakes import Engine, make_beam_request, make_request, make_scheduler
 from tests.triton.gpu_stand_in import mixed_requests, standing_in, worker_args
@@ -102,6 +108,37 @@ def test_steps_give_what_they_give_on_a_cpu(
     if eager:
         monkeypatch.setattr(runner._model, "graphs", None)
     compare(runner, model, [step for step, _ in schedule(mixed_requests(), 12, 16)])
+
+
+def test_steps_in_halves_give_what_whole_ones_do(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute decodes of four rows and more in halves, from some context on, captured or not."""
+    part, ran = ProcessorPart(1, None), []
+    through = Halves.through
+
+    def recorded(self: Halves, *operands: Any) -> Stream:
+        ran.append(True)
+        return through(self, *operands)
+
+    for of, name, value in (
+        (Halves, "through", recorded),
+        (Layer, "may_split", True),
+        (TritonAttention, "_parts_of_device", lambda _: (part, part)),
+        (TritonAttention, "split_context", lambda _, rows: range(60, 999) if rows >= 4 else None),
+        (DecodeScratch, "on", lambda self, _: self),
+    ):
+        monkeypatch.setattr(of, name, value)
+    with standing_in():
+        runner = GpuRunner(worker_args(model))
+    requests = [Request(list(range(7 * i, 9 * i + 2)), 15) for i in range(5)]
+    steps = [step for step, _ in schedule(requests, 12, 16)]
+    for graphs in (runner._model.graphs, None):
+        runner._model.graphs = graphs
+        ran.clear()
+        compare(runner, model, steps)
+        several = [step for step in steps if len(step.slots) >= 4 and (step.num_tokens == 1).all()]
+        assert 1 <= len(ran) < len(several), "others have too little context"
 
 
 @pytest.mark.parametrize(
