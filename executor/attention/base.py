@@ -185,9 +185,10 @@ class StepBatch:
     """The device's view of the step; None where the host computes."""
 
 
-class Attends(Protocol):
+class Attends(abc.ABC):
     """The attention of a step's rows."""
 
+    @abc.abstractmethod
     def attend(
         self,
         layer: int,
@@ -196,7 +197,17 @@ class Attends(Protocol):
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionBackend.attend."""
+        """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
+
+        A layer that reads the keys and values of another one has queries alone, qkv [T, H * D]; the
+        other one has attended before, in this step. Queries and keys are normed where the model
+        does so, and the rotary embedding is applied to them; keys and values are written to the
+        cache; each token attends to the tokens before it and to itself. sinks float32 [H]: a score
+        of each query head that the softmax's denominator has beside those of the keys. kv_scales
+        float16 [2 KVH]: scales of the codes of keys, and behind them of values; one that is 0
+        stands for a scale of each token, and so does None. May write over qkv, and scales
+        it first where that is still to be done.
+        """
 
 
 class SplitLayer(Protocol):
@@ -217,7 +228,7 @@ class SplitStep(abc.ABC):
         """Return the stream of all tokens behind all layers."""
 
 
-class AttentionBackend(abc.ABC):
+class AttentionBackend(Attends):
     """The owner of the KV cache and of its layout.
 
     Call `begin_step`, then `attend` for each layer in order.
@@ -275,24 +286,3 @@ class AttentionBackend(abc.ABC):
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:
         """Prepare what all layers share."""
-
-    @abc.abstractmethod
-    def attend(
-        self,
-        layer: int,
-        qkv: Product,
-        norms: Norms | None,
-        sinks: Tensor | None = None,
-        kv_scales: Tensor | None = None,
-    ) -> Tensor:
-        """Turn the projections into the attended heads: qkv [T, (H + 2 KVH) * D] to [T, H * D].
-
-        A layer that reads the keys and values of another one has queries alone, qkv [T, H * D]; the
-        other one has attended before, in this step. Queries and keys are normed where the model
-        does so, and the rotary embedding is applied to them; keys and values are written to the
-        cache; each token attends to the tokens before it and to itself. sinks float32 [H]: a score
-        of each query head that the softmax's denominator has beside those of the keys. kv_scales
-        float16 [2 KVH]: scales of the codes of keys, and behind them of values; one that is 0
-        stands for a scale of each token, and so does None. May write over qkv, and scales
-        it first where that is still to be done.
-        """

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sidestep.executor.attention.base import Norms, SplitLayer, SplitStep
+from sidestep.executor.attention.base import Attends, Norms, SplitLayer, SplitStep
 from sidestep.kernels.launch import on_processors
 from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.processor_parts import Parts
@@ -32,7 +32,7 @@ class HalfStep(Protocol):
         """Launch attention."""
 
 
-class _Half:
+class _Half(Attends):
     """The attention of a half's rows, on processors of its own."""
 
     def __init__(self, rows: range, step: HalfStep, stream: torch.cuda.Stream | None) -> None:
@@ -50,6 +50,7 @@ class _Half:
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
+        """Write keys and values, and launch attention beside what is launched next."""
         queries, out = self._step.write(layer, qkv, norms, kv_scales)
         if self._stream is None:
             self._step.attend(layer, queries, out, sinks)
