@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -183,6 +183,23 @@ class StepBatch:
     """The host's view of the step; None in a captured graph."""
     rows: DeviceRows | None
     """The device's view of the step; None where the host computes."""
+
+    def of_rows(self, own: range) -> StepBatch:
+        """Return some consecutive rows of a step of decodes on the device."""
+        assert self.rows is not None and self.rows.max_prompt_rows == 0
+        part = slice(own.start, own.stop)
+        return replace(
+            self,
+            positions=self.positions[part],
+            slot_mapping=self.slot_mapping[:, part],
+            rows=replace(
+                self.rows,
+                slots=self.rows.slots[part],
+                seq_lens=self.rows.seq_lens[part],
+                query_starts=self.rows.query_starts[own.start : own.stop + 1],
+                max_decode_rows=len(own),
+            ),
+        )
 
 
 class Attends(abc.ABC):

@@ -19,6 +19,27 @@ from sidestep.kernels.ops.rms_norm import Stream
 from sidestep.kernels.processor_parts import Parts
 from sidestep.kernels.unfinished_product import Product
 
+ATTENDING = 40
+"""Processors that attend. They read at nine tenths of the speed of all."""
+_LEAST_ROWS = 192
+"""Rows from which on a step may be computed in halves."""
+_FROM, _ROWS, _UP_TO = 3.6, 200, 2.5
+"""With this many bytes of keys and values for each weight of a layer's products halves pay, and
+one more for each of this many rows: the products of halves take longer, and attention has to hide
+more than that. With more than this many times these bytes, attention takes longer than what it
+hides."""
+
+
+def context_that_pays(rows: int, weights: int, token_bytes: int) -> range | None:
+    """Return with how many tokens of context halves pay; see AttentionBackend.split_context.
+
+    weights: of a layer's products. token_bytes: of a token's keys and values in a layer.
+    """
+    if rows < _LEAST_ROWS:
+        return None
+    least = (_FROM + rows / _ROWS) * weights / token_bytes
+    return range(int(least), int(_UP_TO * least))
+
 
 class HalfStep(Protocol):
     """The part of a backend that computes the rows of a half."""

@@ -20,7 +20,7 @@ from sidestep.executor.attention.base import (
     Norms,
     StepBatch,
 )
-from sidestep.executor.attention.halves import Halves
+from sidestep.executor.attention.halves import ATTENDING, Halves, context_that_pays
 from sidestep.ipc.common.errors import EngineStartError
 from sidestep.ipc.model.layer_size import LayerKv
 from sidestep.kernels.attention.attention_plan_triton import plan_attention
@@ -55,17 +55,6 @@ _CONVERTS_E4M3 = 89
 _MOST_DIM = 256
 """Largest size of heads for which rows may have several query tokens. Their state is kept in
 registers."""
-
-
-_LEAST_SPLIT = 192
-"""Rows from which on a step may be computed in halves."""
-_SPLIT_FROM, _SPLIT_ROWS, _SPLIT_UP_TO = 3.6, 200, 2.5
-"""With this many bytes of keys and values for each weight of a layer's products halves pay, and
-one more for each of this many rows: the products of halves take longer, and attention has to hide
-more than that. With more than this many times these bytes, attention takes longer than what it
-hides."""
-_ATTENDING = 40
-"""Processors that attend meanwhile. They read at nine tenths of the speed of all."""
 
 
 class _Step(NamedTuple):
@@ -172,7 +161,7 @@ class TritonAttention(AttentionBackend):
         windows = any(self._shape.windows)
         if self._setup.split_weights is None or not (plain and hopper) or caps or windows:
             return None
-        return split_processors(self._setup.device, _ATTENDING)
+        return split_processors(self._setup.device, ATTENDING)
 
     def _suits_hopper(self) -> bool:
         """Return whether the kernel for Hopper takes the prompts of all layers."""
@@ -228,11 +217,10 @@ class TritonAttention(AttentionBackend):
     def split_context(self, rows: int) -> range | None:
         """Return with how many tokens of context it pays to compute decodes in halves."""
         weights, shape = self._setup.split_weights, self._shape
-        if self._parts is None or weights is None or rows < _LEAST_SPLIT:
+        if self._parts is None or weights is None:
             return None
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * self._setup.dtype.itemsize
-        least = (_SPLIT_FROM + rows / _SPLIT_ROWS) * weights / token_bytes
-        return range(int(least), int(_SPLIT_UP_TO * least))
+        return context_that_pays(rows, weights, token_bytes)
 
     def split(self, batch: StepBatch) -> Halves:
         """Plan both halves of a step of decodes."""
@@ -241,7 +229,7 @@ class TritonAttention(AttentionBackend):
         middle, count = len(rows.slots) // 8 * 4, len(rows.slots)
         steps = []
         for own, plan in zip((range(middle), range(middle, count)), self._split_plans, strict=True):
-            part = _rows_of(batch, rows, own)
+            part = batch.of_rows(own)
             assert part.rows is not None
             step = _Step(part, part.rows, self._split_scratch, plan, {})
             self._plan(step, own.start)
@@ -417,23 +405,6 @@ class _HalfStep:
     def attend(self, layer: int, queries: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Launch attention."""
         self._backend._attend_decodes(self._step, layer, queries, out, None, sinks)
-
-
-def _rows_of(batch: StepBatch, rows: DeviceRows, own: range) -> StepBatch:
-    """Return some consecutive decode rows of a step."""
-    part = slice(own.start, own.stop)
-    return replace(
-        batch,
-        positions=batch.positions[part],
-        slot_mapping=batch.slot_mapping[:, part],
-        rows=replace(
-            rows,
-            slots=rows.slots[part],
-            seq_lens=rows.seq_lens[part],
-            query_starts=rows.query_starts[own.start : own.stop + 1],
-            max_decode_rows=len(own),
-        ),
-    )
 
 
 def _check(setup: AttentionSetup) -> None:
