@@ -297,8 +297,11 @@ class AttentionBackend(Attends):
         return None
 
     def split(self, batch: StepBatch) -> SplitStep:
-        """Begin a step of decodes that is computed in parts, in place of `begin_step`."""
-        raise NotImplementedError
+        """Begin a step of decodes that is computed in parts, in place of `begin_step`.
+
+        Only with numbers of rows for which `split_context` says when that pays.
+        """
+        raise AssertionError(f"{type(self).__name__} computes no step in parts")
 
     @abc.abstractmethod
     def begin_step(self, batch: StepBatch) -> None:

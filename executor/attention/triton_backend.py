@@ -144,13 +144,9 @@ class TritonAttention(AttentionBackend):
         self._parts = self._parts_of_device()
         if self._parts is not None:
             self._split_scratch = self._scratches[1].on(self._parts[0].processors)
+            ends, _ = self._plans[0, many]
             self._split_plans = [
-                {
-                    window: (torch.zeros_like(ends), torch.zeros_like(ends))
-                    for (window, size), (ends, _) in self._plans.items()
-                    if size == many
-                }
-                for _ in range(2)
+                {0: (torch.zeros_like(ends), torch.zeros_like(ends))} for _ in range(2)
             ]
 
     def _parts_of_device(self) -> Parts | None:
