@@ -160,6 +160,11 @@ class Form:
         return self.chosen * self.down.steps * STEP * 2
 
     @property
+    def _inner_memory(self) -> int:
+        """Bytes of all inner values in shared memory, where rows lie 32 bytes further apart."""
+        return cdiv(self._inner_bytes + 32 * self.chosen, 128) * 128
+
+    @property
     def _row_bytes(self) -> int:
         """Bytes of a row, and of the sums of its squares if the product behind needs them."""
         squares = cdiv(self.gate_up.columns // _OUTPUTS, 4) * 16
@@ -173,7 +178,7 @@ class Form:
     @property
     def _most_stages(self) -> int:
         """Slots that there is room for, beside the inputs and barriers."""
-        beside = self._inner_bytes + self._row_bytes + 1024
+        beside = self._inner_memory + self._row_bytes + 1024
         return min(_MOST_STAGES, (_MEMORY - beside) // self._slot_bytes)
 
     @property
@@ -210,7 +215,7 @@ class Form:
     @property
     def shared(self) -> int:
         """Bytes of memory that a launch gives to a block."""
-        return self._inner_bytes + self.stages * self._slot_bytes
+        return self._inner_memory + self.stages * self._slot_bytes
 
     @property
     def gate_at_once(self) -> int:

@@ -76,10 +76,16 @@ __device__ __forceinline__ void multiply_16(
 __device__ __forceinline__ void multiply_step(
     float (&sum)[4], u32 first, u32 second, const uint4 (&x)[4], const float (&scales)[2]) {
     if (EIGHT_BITS) {
+        // All rows begin in the same bank of shared memory. So odd rows are read from their second
+        // half on: eight threads read at a time, of two rows, and none waits for another.
+        const bool odd = threadIdx.x & 4;
+        const u32 begin = odd ? 64 : 0, rest = begin ^ 64;
+        const uint4 lows[2] = {four_words(first + begin), four_words(first + rest)};
+        const uint4 highs[2] = {four_words(second + begin), four_words(second + rest)};
 #pragma unroll
         for (int piece = 0; piece < 2; piece++) {
-            const uint4 low = four_words(first + piece * 64);
-            const uint4 high = four_words(second + piece * 64);
+            const uint4 low = odd ? lows[1 - piece] : lows[piece];
+            const uint4 high = odd ? highs[1 - piece] : highs[piece];
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const u32 one = word_of(low, c), two = word_of(high, c);

@@ -43,8 +43,8 @@ __device__ __forceinline__ uint4 words_now(const char* place) {
 }
 
 // Waits for all words of a place, and copies them to shared memory, as THREADS threads. They have
-// to wait for one another then.
-template <int BYTES, int THREADS>
+// to wait for one another then. ROW, APART: bytes of a row of words, and from one to the next there.
+template <int BYTES, int THREADS, int ROW = BYTES, int APART = ROW>
 __device__ __forceinline__ void take_words(char* target, const char* place) {
     constexpr int OWN = (BYTES / 16 + THREADS - 1) / THREADS;
     uint4 found[OWN];
@@ -66,6 +66,6 @@ __device__ __forceinline__ void take_words(char* target, const char* place) {
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         const int at = (threadIdx.x + i * THREADS) * 16;
-        if (at < BYTES) *reinterpret_cast<uint4*>(target + at) = found[i];
+        if (at < BYTES) *reinterpret_cast<uint4*>(target + at / ROW * APART + at % ROW) = found[i];
     }
 }

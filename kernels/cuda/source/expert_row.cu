@@ -72,6 +72,9 @@ constexpr int SLOT_BYTES =
 
 // ---- Words that blocks exchange: inner values, and the row for the product behind ----
 constexpr int INNER_ROW = DOWN_STEPS * INPUT_BYTES, INNER_BYTES = CHOSEN * INNER_ROW;
+// Bytes from one row of inner values to the next in shared memory, so that threads read those of two
+// experts from different banks; and of all.
+constexpr int INNER_APART = INNER_ROW + 32, INNER_MEMORY = up_to(CHOSEN * INNER_APART, 128);
 constexpr int X_BYTES = GATE_STEPS * INPUT_BYTES;
 constexpr int ROW_BYTES = X_BYTES + (BEHIND_ROWS ? up_to(4 * DOWN_TILES, 16) : 0);
 constexpr int PLACE_BYTES = INNER_BYTES + (BEHIND_ROWS ? ROW_BYTES : 0);
@@ -313,7 +316,7 @@ __device__ __forceinline__ void multiply_down(
         const int place = job / DOWN_PARTS * 2, other = min(place + 1, CHOSEN - 1);
         const int first = job % DOWN_PARTS * DOWN_AT_ONCE;
         // Columns of the second operand are inner values of both experts, in turn.
-        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * INNER_ROW;
+        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * INNER_APART;
         ring.wait_until_full(share.content(item, place));
         float scales[DOWN_AT_ONCE][2];
         read_scales<DOWN_AT_ONCE, DOWN_STEPS, DOWN_GROUP>(
@@ -386,7 +389,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     __shared__ __align__(8) u64 barriers[3 * STAGES + MOST_ITEMS];
     const u32 first = shared_address(barriers), done = first + 24 * STAGES;
     const Ring ring{
-        shared_address(memory) + INNER_BYTES, first, first + 8 * STAGES, first + 16 * STAGES};
+        shared_address(memory) + INNER_MEMORY, first, first + 8 * STAGES, first + 16 * STAGES};
     if (threadIdx.x == 0) {
         ring.init();
         for (int item = 0; item < MOST_ITEMS; item++) barrier_init(done + 8 * item, JOBS);
@@ -421,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
         multiply_gate(ring, share, shared_address(x));
         named_sync<32 * (WARPS + 1)>(2);
         char* const exchanged = given.exchanged + place * PLACE_BYTES;
-        take_words<INNER_BYTES, 32 * WARPS>(memory, exchanged);
+        take_words<INNER_BYTES, 32 * WARPS, INNER_ROW, INNER_APART>(memory, exchanged);
         named_sync<32 * WARPS>(1);
         if (BEHIND_ROWS) named_arrive<32 * (WARPS + 1)>(3);
         multiply_down(ring, share, shared_address(memory), done);
