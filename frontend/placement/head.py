@@ -90,6 +90,7 @@ class Head:
         try:
             self._socket.bind(tcp_address(host, port))
         except zmq.ZMQError as error:
+            self._ends.close()
             self._context.destroy(linger=0)
             place = with_port(host, port)
             raise EngineStartError(f"head_address: cannot listen at {place}: {error}") from None

@@ -86,6 +86,7 @@ class FrontendChannel:
             self._out.bind(self.address.to_core)
             self._in.bind(self.address.from_core)
         except zmq.ZMQError:
+            self._gone.close()
             self._context.destroy(linger=0)
             raise EngineStartError(
                 "the engine that sent the invitation has ended, or it was used before"
@@ -175,9 +176,10 @@ class FrontendChannel:
 
     def close(self) -> None:
         """Close the sockets. May be called twice. A forked child closes nothing of its parent's."""
-        if not self._is_ours:
+        if not self._is_ours or self._context.closed:
             return
         remove_address(self.address)
+        self._gone.close()
         self._context.destroy(linger=0)
 
 
@@ -283,4 +285,6 @@ class CoreChannel:
     def close(self) -> None:
         """Deliver what is queued, for a second at most, then close."""
         self._selector.close()
+        while self._gone:
+            self._gone.popitem()[1].close()
         self._context.destroy(linger=_LINGER_MS)

@@ -16,6 +16,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
+from sidestep.ipc.transport.monitor import Monitor
+
 HEARTBEAT_S = 1.0
 """Seconds between two heartbeats on a connection; ZeroMQ sends and answers them by itself."""
 SILENCE_S = 3.0
@@ -101,8 +103,7 @@ class PeerWatch:
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         """Begin to look; before the socket is bound or connected."""
-        self._socket = socket
-        self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(_EVENTS)
+        self._monitor = Monitor(socket, _EVENTS)
         self._open: set[int] = set()
         """Descriptors of the connections that are open."""
         self._num_inside = 0
@@ -115,13 +116,13 @@ class PeerWatch:
 
         It is edge-triggered, as those of all ZeroMQ's sockets are.
         """
-        return int(self._monitor.getsockopt(zmq.FD))
+        return self._monitor.fileno()
 
     def take(self) -> PeerNews:
         """Return what has happened since the last call."""
         joined = refused = left = 0
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            message: Any = parse_monitor_message(self._monitor.recv_multipart())
+        while (report := self._monitor.next_report()) is not None:
+            message: Any = parse_monitor_message(report)
             event, connection = message["event"], int(message["value"])
             if event in (zmq.Event.ACCEPTED, zmq.Event.CONNECTED):
                 self._open.add(connection)
@@ -139,5 +140,4 @@ class PeerWatch:
 
     def close(self) -> None:
         """Stop looking; before the socket is closed."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._monitor.close()

@@ -12,8 +12,7 @@ from typing import Protocol
 import zmq
 
 from sidestep.ipc.transport.curve import PeerWatch
-
-Socket = zmq.Socket[bytes]
+from sidestep.ipc.transport.monitor import Monitor, Socket
 
 
 class EndWatch(Protocol):
@@ -38,25 +37,22 @@ class LocalEnds:
     def __init__(self, socket: Socket) -> None:
         """Begin to look; before the socket is bound or connected."""
         self.num_refused = 0
-        self._socket = socket
-        self._monitor: Socket = socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        self._monitor = Monitor(socket, zmq.Event.DISCONNECTED)
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `has_ended` may have changed."""
-        return int(self._monitor.getsockopt(zmq.FD))
+        return self._monitor.fileno()
 
     def has_ended(self) -> bool:
         """Return whether a peer has left since the last call."""
         has_ended = False
-        while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._monitor.recv(zmq.NOBLOCK)
+        while self._monitor.next_report() is not None:
             has_ended = True
         return has_ended
 
     def close(self) -> None:
         """Stop looking; before the socket is closed."""
-        self._socket.disable_monitor()
-        self._monitor.close(linger=0)
+        self._monitor.close()
 
 
 class RemoteEnds:

@@ -53,6 +53,11 @@ class Door:
             select.select([self._watch], [], [], 0.05)
             self.seen = PeerNews(*map(sum, zip(self.seen, self._watch.take(), strict=True)))
 
+    def close(self) -> None:
+        """Stop listening."""
+        self._watch.close()
+        self.socket.close(linger=0)
+
     def visit(self, sockets: Sockets, key: str | None) -> zmq.Socket[bytes]:
         """Return a socket that has sent a word to the door, with a key or without one."""
         peer = sockets(zmq.PUSH)
@@ -70,8 +75,14 @@ class Door:
             stranger.sendall(scrawl)
 
 
-def test_peer_with_the_key_is_let_in(sockets: Sockets) -> None:
+@pytest.fixture
+def door(sockets: Sockets) -> Iterator[Door]:
     door = Door(sockets)
+    yield door
+    door.close()
+
+
+def test_peer_with_the_key_is_let_in(sockets: Sockets, door: Door) -> None:
     peer = door.visit(sockets, door.keys.public)
     assert door.socket.poll(10_000)
     assert door.socket.recv() == b"word"
@@ -82,8 +93,9 @@ def test_peer_with_the_key_is_let_in(sockets: Sockets) -> None:
 
 
 @pytest.mark.parametrize("key", [None, curve.fresh_keys().public], ids=["no key", "another key"])
-def test_peer_without_the_key_is_refused_and_counted(sockets: Sockets, key: str | None) -> None:
-    door = Door(sockets)
+def test_peer_without_the_key_is_refused_and_counted(
+    sockets: Sockets, door: Door, key: str | None
+) -> None:
     peer = door.visit(sockets, key)
     door.wait_for(refused=1)
     peer.close(linger=0)
@@ -96,8 +108,7 @@ def test_peer_without_the_key_is_refused_and_counted(sockets: Sockets, key: str 
     [b"", b"\xff", os.urandom(100_000), b"\x01\x00\x02\x00x" + b"\x02\x00y" * 1000],
     ids=["nothing", "half a greeting", "100,000 bytes", "an old version"],
 )
-def test_strangers_change_nothing(sockets: Sockets, scrawl: bytes) -> None:
-    door = Door(sockets)
+def test_strangers_change_nothing(sockets: Sockets, door: Door, scrawl: bytes) -> None:
     peer = door.visit(sockets, door.keys.public)
     assert door.socket.recv() == b"word"
     door.wait_for(joined=1)
@@ -108,6 +119,19 @@ def test_strangers_change_nothing(sockets: Sockets, scrawl: bytes) -> None:
     peer.close(linger=0)
     door.wait_for(left=1)
     assert door.seen == PeerNews(joined=1, refused=1, left=1)
+
+
+def test_strangers_that_nobody_looks_at_hold_nothing_up(sockets: Sockets, door: Door) -> None:
+    """By itself ZeroMQ has room for 2,000 reports of a socket: those of 1,000 strangers."""
+    for _ in range(1200):
+        stranger = socket.create_connection(("127.0.0.2", door.port), timeout=LIMIT_S)
+        with stranger, suppress(ConnectionError):
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while stranger.recv(4096):
+                pass
+    door.visit(sockets, door.keys.public)
+    assert door.socket.poll(10_000) and door.socket.recv() == b"word"
+    door.wait_for(joined=1, refused=1200)
 
 
 def test_keys_are_fresh_and_not_shown() -> None:
