@@ -16,6 +16,7 @@ static_assert(BEHIND_SCALES == 8 || BEHIND_HEIGHT % 8 == 0, "rows");
 constexpr int BEHIND_TILES = BEHIND_ROWS / 8;
 static_assert(BEHIND_TILES * 8 == BEHIND_ROWS, "whole items");
 constexpr int BEHIND_TURNS = (GATE_STEPS + BEHIND_SPLIT - 1) / BEHIND_SPLIT;
+static_assert((BEHIND_SPLIT - 1) * BEHIND_TURNS < GATE_STEPS, "a share without steps has no place");
 
 struct Behind {
     const unsigned char* codes;

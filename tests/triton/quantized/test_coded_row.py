@@ -185,6 +185,35 @@ def test_the_product_behind(form: Form, size: tuple[int, int, int], rows: int) -
         assert coded_linear(Stream(found, norm, done), matrix, None) is done.product
 
 
+@pytest.mark.parametrize(
+    ("inner", "chosen", "rows"), [(768, 8, 5120), (512, 11, 12288), (768, 4, 9216)]
+)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_the_product_behind_many_experts(form: Form, inner: int, chosen: int, rows: int) -> None:
+    """Its codes fill the ring, where codes of down were."""
+    values, width = Values(rows), 2048
+
+    def stack(rows: int, columns: int) -> ExpertCodes:
+        parts = [matrix_of(form, rows, columns, torch.bfloat16, seed) for seed in range(chosen)]
+        return guarded_codes([ExpertCodes.of(part) for part in parts])
+
+    gate_up, down = stack(2 * inner, width), stack(width, inner)
+    x = values.normal(1, width, dtype=torch.bfloat16)
+    alike = replace(form, zeros=gate_up.coding.zeros)
+    matrix = DeviceMatrix.of(matrix_of(alike, rows, width, torch.bfloat16, 5))
+    norm = RmsNorm(values.normal(width, dtype=torch.bfloat16), 1e-6)
+    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
+    routed, behind = choices(values, chosen, chosen), ProductBehind(matrix, crowded=True)
+    for _ in range(4):
+        expected, found = x.clone(), x.clone()
+        begun = multiply_row(x, routed, expected, *operands, add=True, norm=norm)
+        with unchanged(x=x, words=gate_up.words, codes=matrix.words), PoisonedAllocations():
+            done = multiply_row(x, routed, found, *operands, add=True, norm=norm, behind=behind)
+        assert isinstance(done, DoneProduct) and torch.equal(found, expected)
+        product = coded_linear(Stream(expected, norm, begun), matrix, None)
+        assert product.isfinite().all() and torch.equal(done.product, product)
+
+
 @pytest.mark.parametrize("joined", [None, Joined(gated=False), Joined(gated=True)], ids=str)
 @pytest.mark.parametrize("experts", [130, 512])
 def test_it_chooses_among_many_experts(experts: int, joined: Joined | None) -> None:
