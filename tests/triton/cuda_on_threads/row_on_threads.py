@@ -103,7 +103,9 @@ def build(form: Form, folder: Path) -> ctypes.CDLL:
     subprocess.run(
         [*command, "-fPIC", *options, "-o", made, folder / "kernel.cpp"], check=True, timeout=300
     )
-    return ctypes.CDLL(str(made))
+    library = ctypes.CDLL(str(made))
+    library.launch.restype = ctypes.c_bool
+    return library
 
 
 RESULTS = ("next_weighted", "next_squares", "behind_out")
@@ -131,5 +133,6 @@ class Row:
         operands, factors = _Operands(*addresses), _Factors(1.0, 2.0**-100, self.eps)
         places = ctypes.byref(operands), ctypes.byref(factors)
         blocks, shared = self.form.blocks, self.form.shared
-        assert self.library.launch(*places, blocks, shared, seed, haste), "threads wait for ever"
+        ended = self.library.launch(*places, blocks, shared, seed, haste)
+        assert ended, "threads wait for ever, or said what is wrong"
         return list(made.values())

@@ -84,6 +84,7 @@ static std::mt19937 chance;
 static void* scheduler;
 static int alive, threads_of_block;
 static long in_vain;
+static bool failed;
 
 extern "C" void switch_stacks(void** from, void* to);
 asm(R"(
@@ -96,13 +97,17 @@ switch_stacks:
     ret
 )");
 
-[[noreturn]] static void fail(const char* why) {
-    fprintf(stderr, "block %d, thread %d: %s\n", current->block->index, current->index.x, why);
-    abort();
-}
-
 // Waits until somebody wakes the thread.
 static void sleep_here() { switch_stacks(&current->stack_pointer, scheduler); }
+
+// Ends the run. The thread does not go on, if it is one that found out.
+static void fail(const char* why) {
+    failed = true;
+    fprintf(stderr, "%s\n", why);
+    if (current == nullptr) return;
+    fprintf(stderr, "in block %d, thread %d\n", current->block->index, current->index.x);
+    sleep_here();
+}
 
 static void let_others_run() {
     ready.push_back(current);
@@ -159,7 +164,8 @@ static void settle(MemoryBarrier& barrier) {
 
 static void arrive(Block* block, u32 place) {
     MemoryBarrier& barrier = block->barriers[place];
-    if (barrier.pending-- == 0) fail("more arrivals than the barrier has");
+    if (barrier.pending == 0) return fail("more arrivals than the barrier has");
+    barrier.pending--;
     settle(barrier);
 }
 
@@ -188,7 +194,7 @@ static void copy_some() {
 
 // Runs `entry` in all threads. dynamic: bytes of shared memory that a launch gives to a block. haste:
 // how often of 100,000 times a copy is done though threads can run. Returns whether all threads
-// ended.
+// ended, and nothing was wrong.
 static bool run_threads(
     void (*entry)(), int blocks, int threads, int dynamic, int seed, int haste) {
     constexpr size_t STACK = 64 << 10, MEMORY = 227 << 10;
@@ -205,7 +211,7 @@ static bool run_threads(
     chance.seed(seed);
     ready.clear(), on_their_way.clear();
     number_of_blocks.x = blocks, alive = blocks * threads, threads_of_block = threads;
-    in_vain = 0;
+    in_vain = 0, failed = false;
     for (int i = 0; i < blocks * threads; i++) {
         Block& block = all_blocks[i / threads];
         block.index = i / threads, block.memory = memory + MEMORY * block.index;
@@ -215,7 +221,8 @@ static bool run_threads(
         all[i] = {top, {i % threads}, &block, u32(dynamic), {}};
         ready.push_back(&all[i]);
     }
-    while (alive > 0) {
+    while (alive > 0 && !failed) {
+        current = nullptr;
         if (!on_their_way.empty() && (ready.empty() || int(chance() % 100000) < haste)) {
             copy_some();
             continue;
@@ -230,5 +237,5 @@ static bool run_threads(
     }
     munmap(stacks, STACK * blocks * threads);
     munmap(memory, MEMORY * blocks);
-    return alive == 0 && on_their_way.empty();
+    return alive == 0 && !failed && on_their_way.empty();
 }

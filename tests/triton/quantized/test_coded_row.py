@@ -159,6 +159,26 @@ def test_values_that_are_no_numbers_arrive() -> None:
         assert not isinstance(done, DoneProduct) or done.product.isnan().all()
 
 
+def compare_behind(
+    x: Tensor,
+    routed: Routed,
+    gate_up: ExpertCodes,
+    down: ExpertCodes,
+    behind: ProductBehind,
+    norm: RmsNorm,
+) -> None:
+    """Check that the product behind experts is that of the kernel for one row."""
+    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, routed.chosen)
+    matrix, expected, found = behind.matrix, x.clone(), x.clone()
+    begun = multiply_row(x, routed, expected, *operands, add=True, norm=norm)
+    with unchanged(x=x, words=gate_up.words, codes=matrix.words), PoisonedAllocations():
+        done = multiply_row(x, routed, found, *operands, add=True, norm=norm, behind=behind)
+    assert isinstance(done, DoneProduct) and torch.equal(found, expected)
+    product = coded_linear(Stream(expected, norm, begun), matrix, None)
+    assert product.isfinite().all() and torch.equal(done.product, product)
+    assert coded_linear(Stream(found, norm, done), matrix, None) is done.product
+
+
 @pytest.mark.parametrize("rows", [8, 1544, 5120])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -172,17 +192,9 @@ def test_the_product_behind(form: Form, size: tuple[int, int, int], rows: int) -
     alike = replace(form, zeros=gate_up.coding.zeros)
     matrix = DeviceMatrix.of(matrix_of(alike, rows, width, torch.bfloat16, 5))
     norm = RmsNorm(values.normal(width, dtype=torch.bfloat16), 1e-6)
-    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
     for late in (False, True, False):
         behind = ProductBehind(matrix, crowded=late)
-        routed, expected, found = choices(values, chosen), x.clone(), x.clone()
-        begun = multiply_row(x, routed, expected, *operands, add=True, norm=norm)
-        with unchanged(x=x, words=gate_up.words, codes=matrix.words), PoisonedAllocations():
-            done = multiply_row(x, routed, found, *operands, add=True, norm=norm, behind=behind)
-        assert isinstance(done, DoneProduct) and torch.equal(found, expected)
-        product = coded_linear(Stream(expected, norm, begun), matrix, None)
-        assert product.isfinite().all() and torch.equal(done.product, product)
-        assert coded_linear(Stream(found, norm, done), matrix, None) is done.product
+        compare_behind(x, choices(values, chosen), gate_up, down, behind, norm)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +214,9 @@ def test_the_product_behind_many_experts(form: Form, inner: int, chosen: int, ro
     alike = replace(form, zeros=gate_up.coding.zeros)
     matrix = DeviceMatrix.of(matrix_of(alike, rows, width, torch.bfloat16, 5))
     norm = RmsNorm(values.normal(width, dtype=torch.bfloat16), 1e-6)
-    operands = gate_up, down, (False, None, None), configs_of(x, gate_up, chosen)
     routed, behind = choices(values, chosen, chosen), ProductBehind(matrix, crowded=True)
     for _ in range(4):
-        expected, found = x.clone(), x.clone()
-        begun = multiply_row(x, routed, expected, *operands, add=True, norm=norm)
-        with unchanged(x=x, words=gate_up.words, codes=matrix.words), PoisonedAllocations():
-            done = multiply_row(x, routed, found, *operands, add=True, norm=norm, behind=behind)
-        assert isinstance(done, DoneProduct) and torch.equal(found, expected)
-        product = coded_linear(Stream(expected, norm, begun), matrix, None)
-        assert product.isfinite().all() and torch.equal(done.product, product)
+        compare_behind(x, routed, gate_up, down, behind, norm)
 
 
 @pytest.mark.parametrize("joined", [None, Joined(gated=False), Joined(gated=True)], ids=str)
