@@ -16,7 +16,7 @@ from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper, rop
 from sidestep.kernels.compiling import CompilerThreads, compiling_only
 from sidestep.kernels.cuda import compiler
 from sidestep.kernels.cuda.compiler import CudaCompileError, compiles, cubin
-from sidestep.kernels.experts import clustered_pairs, coded_row, streamed_pairs
+from sidestep.kernels.experts import clustered_pairs, coded_row, row_form, streamed_pairs
 from sidestep.kernels.experts.clustered_pairs import Form
 from sidestep.kernels.experts.common import sorted_pairs_hopper
 from sidestep.kernels.products.hopper import gated_hopper
@@ -137,18 +137,18 @@ def test_rows_of_coded_experts_have_enough_registers(
 ) -> None:
     experts, chosen, width, inner = sizes
     clamped = kind == "mxfp4"
-    form = coded_row.Form(
+    form = row_form.Form(
         torch.bfloat16,
         kind,
         kind == "int4",
         chosen,
-        coded_row.Matrix(width, group, 1, clamped),
-        coded_row.Matrix(inner, group, 1, clamped),
+        row_form.Matrix(width, group, 1, clamped),
+        row_form.Matrix(inner, group, 1, clamped),
         shares=1,
         blocks=132,
         activation=(False, 1.702, 7.0) if clamped else (False, None, None),
-        choosing=coded_row.Choosing(1, experts, experts, normalised, experts > 128, experts > 128),
-        ending=coded_row.Ending(True, True, False),
+        choosing=row_form.Choosing(1, experts, experts, normalised, experts > 128, experts > 128),
+        ending=row_form.Ending(True, True, False),
     )
     assert form.fits
     assert stack_of(coded_row.compiled(form)) == 0

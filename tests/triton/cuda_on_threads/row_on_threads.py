@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from sidestep.kernels.cuda import compiler
-from sidestep.kernels.experts.coded_row import Form, _Factors, _Operands
+from sidestep.kernels.experts.coded_row import _Factors, _Operands
+from sidestep.kernels.experts.row_form import Form
 
 FOLDER = Path(__file__).parent
 STAND_INS = ("hopper.cuh", "numbers.cuh")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestep.kernels.experts.coded_row import Choosing, Ending, Form, Matrix
+from sidestep.kernels.experts.row_form import Choosing, Ending, Form, Matrix
 
 MEMORY = 227 << 10
 """Bytes that a block of Hopper may have."""

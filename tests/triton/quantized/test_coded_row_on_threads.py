@@ -10,15 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sidestep.kernels.experts.coded_row import (
-    NOTHING_BEHIND,
-    Behind,
-    Choosing,
-    Ending,
-    Form,
-    _matrix,
-)
+from sidestep.kernels.experts.coded_row import _matrix
 from sidestep.kernels.experts.expert_codes import ExpertCodes
+from sidestep.kernels.experts.row_form import NOTHING_BEHIND, Behind, Choosing, Ending, Form
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
