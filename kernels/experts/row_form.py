@@ -5,6 +5,7 @@ The kernel is kernels/cuda/source/expert_row.cu; coded_row.py launches it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -16,8 +17,11 @@ from sidestep.kernels.quantized.device_matrix import STEP
 _KINDS = ("fp8", "int8", "int4", "mxfp4")
 _MEMORY = 226 << 10
 """Shared memory of a block."""
-_MOST_WARPS, _TEAM, _MOST_ITEMS = 16, 8, 8
-"""Warps that multiply, those that share an item of gate and up, and a block's items of down."""
+_HOLDING, _MORE = (12, 2), (16, 1)
+"""Most warps of a block that multiply, and steps that each decodes while it waits for other blocks.
+Threads of more warps have too few registers to hold as much."""
+_MOST_ITEMS = 8
+"""Items of down of a block."""
 OUTPUTS = 8
 """Inner values, or results, of an item."""
 _MOST_AT_ONCE = 4
@@ -197,9 +201,32 @@ class Form:
         return self._inner_memory + self.stages * self._slot_bytes
 
     @property
+    def _most_warps(self) -> int:
+        return self._warps_and_held[0]
+
+    @property
+    def _held(self) -> int:
+        return self._warps_and_held[1]
+
+    @property
+    def _warps_and_held(self) -> tuple[int, int]:
+        """Most warps that multiply, and the steps that each holds.
+
+        Where warps have several shares of the product behind, more of them are the sooner done.
+        """
+        several = self._behind_slots * self.behind.split > _HOLDING[0]
+        return _MORE if several else _HOLDING
+
+    @property
     def gate_at_once(self) -> int:
-        """Steps of an item of gate and up that a warp multiplies."""
-        return cdiv(self.gate_up.steps, _TEAM)
+        """Steps of an item of gate and up that a warp multiplies, by the rule of down_at_once."""
+        items = cdiv(self.chosen * self.down.columns // OUTPUTS, self.blocks)
+
+        def took(at_once: int) -> float:
+            teams = self._most_warps // cdiv(self.gate_up.steps, at_once)
+            return cdiv(items, teams) * (at_once + 0.4) if teams else math.inf
+
+        return min(range(1, _MOST_AT_ONCE + 1), key=took)
 
     @property
     def _gate_parts(self) -> int:
@@ -209,7 +236,7 @@ class Form:
     @property
     def warps(self) -> int:
         """Warps that multiply: whole teams."""
-        return _MOST_WARPS // self._gate_parts * self._gate_parts
+        return self._most_warps // self._gate_parts * self._gate_parts
 
     @property
     def down_at_once(self) -> int:
@@ -232,8 +259,10 @@ class Form:
     @property
     def fits(self) -> bool:
         """Return whether blocks have room for all that they have of down, and behind it."""
-        few = self._down_items <= _MOST_ITEMS and self.gate_at_once <= _MOST_AT_ONCE
-        return few and max(self._down_slots, self._behind_slots) <= self.stages
+        most_steps = self._most_warps * _MOST_AT_ONCE
+        if self.gate_up.steps > most_steps or self._down_items > _MOST_ITEMS:
+            return False
+        return max(self._down_slots, self._behind_slots) <= self.stages
 
     @property
     def options(self) -> dict[str, int | str]:
@@ -248,6 +277,8 @@ class Form:
             "WARPS": self.warps,
             "GATE_AT_ONCE": self.gate_at_once,
             "DOWN_AT_ONCE": self.down_at_once,
+            "HELD": self._held,
+            "MOST_ITEMS": self._down_items,
         }
         for name, matrix in (("GATE", self.gate_up), ("DOWN", self.down)):
             own |= {

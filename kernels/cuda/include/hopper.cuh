@@ -102,6 +102,12 @@ __device__ __forceinline__ float number(u32 address) {
     return found;
 }
 
+__device__ __forceinline__ u32 word(u32 address) {
+    u32 found;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(found) : "r"(address));
+    return found;
+}
+
 __device__ __forceinline__ u32 half_word(u32 address) {
     u16 found;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(address));

@@ -16,6 +16,8 @@ static_assert(BEHIND_SCALES == 8 || BEHIND_HEIGHT % 8 == 0, "rows");
 constexpr int BEHIND_TILES = BEHIND_ROWS / 8;
 static_assert(BEHIND_TILES * 8 == BEHIND_ROWS, "whole items");
 constexpr int BEHIND_TURNS = (GATE_STEPS + BEHIND_SPLIT - 1) / BEHIND_SPLIT;
+// Steps of its first share that a warp holds.
+constexpr int BEHIND_HELD = HELD < BEHIND_TURNS ? HELD : BEHIND_TURNS;
 static_assert((BEHIND_SPLIT - 1) * BEHIND_TURNS < GATE_STEPS, "a share without steps has no place");
 
 struct Behind {
@@ -62,40 +64,88 @@ __device__ __forceinline__ void give_to_behind(
         give_word(row + X_BYTES + (DOWN_TILES / 4 * 4 + lane) * 4, 0);
 }
 
-// Multiplies a warp's shares of the block's items with the row.
-__device__ __forceinline__ void multiply_behind(const Ring& ring, int first, u32 x) {
-    constexpr int PER_GROUP = BEHIND_GROUP ? BEHIND_GROUP / STEP : GATE_STEPS;
-    const int lane = threadIdx.x % 32, jobs = (behind_items() + 1) / 2 * BEHIND_SPLIT;
-    for (int job = threadIdx.x / 32; job < jobs; job += WARPS) {
-        const int index = first + job / BEHIND_SPLIT, begin = job % BEHIND_SPLIT * BEHIND_TURNS;
-        const u32 codes = ring.content(index) + lane / 4 * GATE_ROW + lane % 4 * 16;
-        const u32 own = ring.beside(index) + (BEHIND_SCALES > 1 ? lane / 4 * 4 : 0);
-        float sum[4] = {};
-        ring.wait_until_full(index);
-#pragma unroll 2
-        for (int turn = 0; turn < BEHIND_TURNS; turn++) {
-            const int step = begin + turn;
-            if (GATE_STEPS % BEHIND_TURNS != 0 && step >= GATE_STEPS) break;
-            const u32 place = own + step / PER_GROUP * 8 * BEHIND_SCALES;
-            const bool asks = ASKS || BEHIND_GROUP;
-            const float scales[2] = {
-                asks ? number(place) : 0.0f, asks ? number(place + 4 * BEHIND_SCALES) : 0.0f};
-            uint4 inputs[4];
-            read_inputs(inputs, x + step * INPUT_BYTES);
-            const u32 low = codes + step * STEP_BYTES;
-            if (BEHIND_GROUP) {
-                float product[4] = {};
-                multiply_step(product, low, low + 8 * GATE_ROW, inputs, scales);
+// A warp's share of the steps of two items.
+struct BehindJob {
+    int index, begin;
+    // Of a thread's first row.
+    u32 codes, scales;
+
+    __device__ __forceinline__ BehindJob(const Ring& ring, int first, int job) {
+        const int lane = threadIdx.x % 32;
+        index = first + job / BEHIND_SPLIT, begin = job % BEHIND_SPLIT * BEHIND_TURNS;
+        codes = ring.content(index) + lane / 4 * GATE_ROW + lane % 4 * 16;
+        scales = ring.beside(index) + (BEHIND_SCALES > 1 ? lane / 4 * 4 : 0);
+    }
+    // Whether there is a step of this turn.
+    __device__ __forceinline__ bool has(int turn) const {
+        return GATE_STEPS % BEHIND_TURNS == 0 || begin + turn < GATE_STEPS;
+    }
+    __device__ __forceinline__ void read_scales(float (&found)[2], int turn) const {
+        constexpr int PER_GROUP = BEHIND_GROUP ? BEHIND_GROUP / STEP : GATE_STEPS;
+        const u32 place = scales + (begin + turn) / PER_GROUP * 8 * BEHIND_SCALES;
+        const bool asks = ASKS || BEHIND_GROUP;
+        found[0] = asks ? number(place) : 0.0f;
+        found[1] = asks ? number(place + 4 * BEHIND_SCALES) : 0.0f;
+    }
+    __device__ __forceinline__ void decode(Numbers& numbers, int turn) const {
+        const u32 low = codes + (begin + turn) * STEP_BYTES;
+        float found[2];
+        read_scales(found, turn);
+        decode_step(numbers, low, low + 8 * GATE_ROW, found);
+    }
+    // Adds the product of a turn's step and the row.
+    __device__ __forceinline__ void multiply(
+        float (&sum)[4], const Numbers& numbers, int turn, u32 x) const {
+        const u32 inputs = x + (begin + turn) * INPUT_BYTES;
+        if (BEHIND_GROUP == 0) {
+            multiply_numbers(sum, numbers, inputs);
+            return;
+        }
+        float product[4] = {}, found[2];
+        read_scales(found, turn);
+        multiply_numbers(product, numbers, inputs);
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    sum[i] = fmaf(product[i], without_zero(scales[i / 2]), sum[i]);
-            } else {
-                multiply_step(sum, low, low + 8 * GATE_ROW, inputs, scales);
-            }
+        for (int i = 0; i < 4; i++) sum[i] = fmaf(product[i], without_zero(found[i / 2]), sum[i]);
+    }
+};
+
+__device__ __forceinline__ int behind_jobs() { return (behind_items() + 1) / 2 * BEHIND_SPLIT; }
+
+// Decodes the steps that a warp holds of its first share, while it has to wait for the row.
+__device__ __forceinline__ void decode_behind(const Ring& ring, int first, Numbers (&held)[HELD]) {
+    const int own = threadIdx.x / 32;
+    if (own >= behind_jobs()) return;
+    const BehindJob job(ring, first, own);
+    ring.wait_until_full(job.index);
+#pragma unroll
+    for (int turn = 0; turn < BEHIND_HELD; turn++)
+        if (job.has(turn)) job.decode(held[turn], turn);
+}
+
+// Multiplies a warp's shares of the block's items with the row.
+__device__ __forceinline__ void multiply_behind(
+    const Ring& ring, int first, u32 x, const Numbers (&held)[HELD]) {
+    const int jobs = behind_jobs();
+    for (int own = threadIdx.x / 32; own < jobs; own += WARPS) {
+        const BehindJob job(ring, first, own);
+        float sum[4] = {};
+        int turn = 0;
+        if (own < WARPS) {
+#pragma unroll
+            for (; turn < BEHIND_HELD; turn++)
+                if (job.has(turn)) job.multiply(sum, held[turn], turn, x);
+        } else {
+            ring.wait_until_full(job.index);
+        }
+#pragma unroll 1
+        for (; turn < BEHIND_TURNS && job.has(turn); turn++) {
+            Numbers numbers;
+            job.decode(numbers, turn);
+            job.multiply(sum, numbers, turn, x);
         }
         // The warp has read the codes that it writes over.
         __syncwarp();
-        put(sum, 2, ring.content(index) + begin * STEP_BYTES);
+        put(sum, 2, ring.content(job.index) + job.begin * STEP_BYTES);
     }
 }
 

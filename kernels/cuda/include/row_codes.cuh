@@ -72,28 +72,32 @@ __device__ __forceinline__ void multiply_16(
             : "r"(rows[0]), "r"(rows[1]), "r"(rows[2]), "r"(rows[3]), "r"(low), "r"(high));
 }
 
-// Adds the product of a step's codes of two rows, at these addresses, and its inputs.
-__device__ __forceinline__ void multiply_step(
-    float (&sum)[4], u32 first, u32 second, const uint4 (&x)[4], const float (&scales)[2]) {
+// A step's numbers of 16 rows: a thread's words of the first operand of each product.
+struct Numbers {
+    u32 rows[STEP / 16][4];
+};
+
+// Decodes a step's codes of two rows, at these addresses.
+__device__ __forceinline__ void decode_step(
+    Numbers& numbers, u32 first, u32 second, const float (&scales)[2]) {
     if (EIGHT_BITS) {
         // All rows begin in the same bank of shared memory. So odd rows are read from their second
         // half on: eight threads read at a time, of two rows, and none waits for another.
         const bool odd = threadIdx.x & 4;
-        const u32 begin = odd ? 64 : 0, rest = begin ^ 64;
-        const uint4 lows[2] = {four_words(first + begin), four_words(first + rest)};
-        const uint4 highs[2] = {four_words(second + begin), four_words(second + rest)};
+        const u32 begin = odd ? 64 : 0;
 #pragma unroll
-        for (int piece = 0; piece < 2; piece++) {
-            const uint4 low = odd ? lows[1 - piece] : lows[piece];
-            const uint4 high = odd ? highs[1 - piece] : highs[piece];
+        for (int half = 0; half < 2; half++) {
+            const u32 row = half ? second : first;
+            const uint4 found[2] = {four_words(row + begin), four_words(row + (begin ^ 64))};
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const u32 one = word_of(low, c), two = word_of(high, c);
-                const u32 rows[4] = {
-                    of_eight_bits(one, false), of_eight_bits(two, false), of_eight_bits(one, true),
-                    of_eight_bits(two, true)};
-                const int k = 4 * piece + c, at = 2 * (k % 2);
-                multiply_16(sum, rows, word_of(x[k / 2], at), word_of(x[k / 2], at + 1));
+            for (int piece = 0; piece < 2; piece++) {
+                const uint4 four = odd ? found[1 - piece] : found[piece];
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    u32(&rows)[4] = numbers.rows[4 * piece + c];
+                    rows[half] = of_eight_bits(word_of(four, c), false);
+                    rows[half + 2] = of_eight_bits(word_of(four, c), true);
+                }
             }
         }
         return;
@@ -104,13 +108,31 @@ __device__ __forceinline__ void multiply_step(
         const u32 given[2] = {given_for(scales[0], c), given_for(scales[1], c)};
         const u32 one = word_of(low, c), two = word_of(high, c);
 #pragma unroll
-        for (int j = 0; j < 4; j += 2) {
-            const u32 rows[4] = {
-                of_four_bits(one, j, given[0]), of_four_bits(two, j, given[1]),
-                of_four_bits(one, j + 1, given[0]), of_four_bits(two, j + 1, given[1])};
-            multiply_16(sum, rows, word_of(x[c], j), word_of(x[c], j + 1));
+        for (int j = 0; j < 4; j++) {
+            u32(&rows)[4] = numbers.rows[2 * c + j / 2];
+            rows[j % 2 * 2] = of_four_bits(one, j, given[0]);
+            rows[j % 2 * 2 + 1] = of_four_bits(two, j, given[1]);
         }
     }
+}
+
+// Adds the product of a step's numbers and its inputs, at this address.
+__device__ __forceinline__ void multiply_numbers(float (&sum)[4], const Numbers& numbers, u32 x) {
+    const int quad = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint4 four = four_words(x + quad * 64 + ((i ^ quad / 2) << 4));
+        multiply_16(sum, numbers.rows[2 * i], four.x, four.y);
+        multiply_16(sum, numbers.rows[2 * i + 1], four.z, four.w);
+    }
+}
+
+// Adds the product of a step's codes of two rows, at these addresses, and its inputs.
+__device__ __forceinline__ void multiply_step(
+    float (&sum)[4], u32 first, u32 second, u32 x, const float (&scales)[2]) {
+    Numbers numbers;
+    decode_step(numbers, first, second, scales);
+    multiply_numbers(sum, numbers, x);
 }
 
 // Returns where the word of two neighbouring inputs is. A thread finds all that it needs of a step
@@ -150,35 +172,39 @@ __device__ __forceinline__ float sum_of_share(u32 sums, u32 scales, int share, i
     return GROUP ? sum : __fmul_rn(sum, without_zero(number(scales)));
 }
 
-// Returns where a step's inputs for a thread are.
-__device__ __forceinline__ void read_inputs(uint4 (&x)[4], u32 step) {
-    const int quad = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = four_words(step + quad * 64 + ((i ^ quad / 2) << 4));
-}
-
 // Multiplies COUNT steps from `first` on, and leaves their sums in place of their codes. content,
-// inputs: of the first step. second: as of put.
-template <int COUNT, int ROW, int STEPS>
+// inputs: of the first step. second: as of put. held: numbers of the first OWN ones.
+template <int COUNT, int ROW, int STEPS, int OWN = 0>
 __device__ __forceinline__ void multiply_steps(
-    u32 content, u32 inputs, int first, int second, const float (&scales)[COUNT][2]) {
+    u32 content, u32 inputs, int first, int second, const float (&scales)[COUNT][2],
+    const Numbers* held = nullptr) {
     const int lane = threadIdx.x % 32;
     const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
-    float sum[COUNT][4] = {};
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         if (STEPS % COUNT != 0 && first + i >= STEPS) break;
-        uint4 x[4];
-        read_inputs(x, inputs + (first + i) * INPUT_BYTES);
+        const u32 x = inputs + (first + i) * INPUT_BYTES;
         const u32 own = codes + i * STEP_BYTES;
-        multiply_step(sum[i], own, own + 8 * ROW, x, scales[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; i++) {
-        if (STEPS % COUNT != 0 && first + i >= STEPS) break;
-        put(sum[i], second, content + (first + i) * STEP_BYTES);
+        float sum[4] = {};
+        if (i < OWN) multiply_numbers(sum, held[i], x);
+        else multiply_step(sum, own, own + 8 * ROW, x, scales[i]);
+        put(sum, second, content + (first + i) * STEP_BYTES);
     }
     __syncwarp();
+}
+
+// Decodes OWN of COUNT steps from `first` on, as multiply_steps needs them.
+template <int COUNT, int ROW, int STEPS, int OWN>
+__device__ __forceinline__ void decode_steps(
+    u32 content, int first, const float (&scales)[COUNT][2], Numbers* held) {
+    const int lane = threadIdx.x % 32;
+    const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < OWN; i++) {
+        if (STEPS % COUNT != 0 && first + i >= STEPS) break;
+        const u32 own = codes + i * STEP_BYTES;
+        decode_step(held[i], own, own + 8 * ROW, scales[i]);
+    }
 }
 
 // Reads the scales of some steps, of two rows, if their codes are decoded with them.

@@ -22,8 +22,9 @@
 // inner values), GATE_GROUP and DOWN_GROUP (columns that share a scale, or 0 for all), GATE_HEIGHT
 // and DOWN_HEIGHT (rows that share one), SHARES (of an expert's columns of down, each of which is
 // added by itself), STAGES, WARPS (that multiply), GATE_AT_ONCE and DOWN_AT_ONCE (steps of a warp),
-// GATE_BIAS, DOWN_BIAS, ADD, NEXT (whether the next norm is begun), WIDE_NORM (whether its weight
-// is float32). PARTS is 0 if experts are given.
+// HELD (steps that a warp decodes while it waits for the other blocks), MOST_ITEMS (of down, of a
+// block), GATE_BIAS, DOWN_BIAS, ADD, NEXT (whether the next norm is begun), WIDE_NORM (whether its
+// weight is float32). PARTS is 0 if experts are given.
 #define AS_TRITON_DIVIDES
 #include "activations.cuh"
 #include "row_choice.cuh"
@@ -51,7 +52,10 @@ static_assert(TEAMS * GATE_PARTS == WARPS, "teams");
 static_assert(STAGES % TEAMS == 0, "all that a slot has of gate and up belongs to one team");
 // Parts of a result, a power of two: some may be of no expert.
 constexpr int RESULT_PARTS = SHARES * (CHOSEN > 8 ? 16 : CHOSEN > 4 ? 8 : CHOSEN > 2 ? 4 : 2);
-constexpr int MOST_ITEMS = 8;  // of down, each with a warp that finishes it
+static_assert(MOST_ITEMS <= WARPS, "a warp finishes each item of down");
+// Of HELD, steps of one of a warp's first jobs of down, and these jobs.
+constexpr int DOWN_HELD = HELD < DOWN_AT_ONCE ? HELD : DOWN_AT_ONCE;
+constexpr int DOWN_HELD_TURNS = HELD / DOWN_HELD;
 
 // ---- A slot of the ring: codes of 16 rows, and behind them scales and biases ----
 constexpr int CODE_BYTES = 16 * (GATE_ROW > DOWN_ROW ? GATE_ROW : DOWN_ROW);
@@ -304,27 +308,72 @@ __device__ __forceinline__ u32 beside_expert(
     return ring.beside(share.content(item, place)) + place % IN_SLOT * DOWN_BESIDE;
 }
 
+// A warp's pair of experts, and some of their steps, of an item.
+struct DownJob {
+    int item, place, other, first;
+
+    __device__ __forceinline__ DownJob(int turn) {
+        const int job = threadIdx.x / 32 + turn * WARPS, of_item = job % JOBS;
+        item = job / JOBS;
+        place = of_item / DOWN_PARTS * 2, other = min(place + 1, CHOSEN - 1);
+        first = of_item % DOWN_PARTS * DOWN_AT_ONCE;
+    }
+};
+
+// Waits for a job's codes, and reads the scales that they are decoded with.
+__device__ __forceinline__ void wait_for_down(
+    const Ring& ring, const Share& share, const DownJob& job, float (&scales)[DOWN_AT_ONCE][2]) {
+    const u32 row = DOWN_SCALES > 1 ? threadIdx.x % 32 / 4 * 4 : 0;
+    ring.wait_until_full(share.content(job.item, job.place));
+    read_scales<DOWN_AT_ONCE, DOWN_STEPS, DOWN_GROUP>(
+        scales, beside_expert(ring, share, job.item, job.place) + row,
+        beside_expert(ring, share, job.item, job.other) + row, job.first, 4 * DOWN_SCALES);
+}
+
+// Decodes the steps that a warp holds in registers, while it has to wait for the inner values.
+__device__ __forceinline__ void decode_down(
+    const Ring& ring, const Share& share, Numbers (&held)[HELD]) {
+#pragma unroll
+    for (int turn = 0; turn < DOWN_HELD_TURNS; turn++) {
+        const DownJob job(turn);
+        if (job.item >= share.down_items) break;
+        float scales[DOWN_AT_ONCE][2];
+        wait_for_down(ring, share, job, scales);
+        decode_steps<DOWN_AT_ONCE, DOWN_ROW, DOWN_STEPS, DOWN_HELD>(
+            codes_of_expert(ring, share, job.item, job.place), job.first, scales,
+            held + turn * DOWN_HELD);
+    }
+}
+
+// Multiplies a warp's job, of which it holds some steps.
+template <int COUNT>
+__device__ __forceinline__ void multiply_down_job(
+    const Ring& ring, const Share& share, const DownJob& job, u32 inner, u32 done,
+    const Numbers* held = nullptr) {
+    const int lane = threadIdx.x % 32;
+    // Columns of the second operand are inner values of both experts, in turn.
+    const u32 inputs = inner + (lane / 4 % 2 ? job.other : job.place) * INNER_APART;
+    float scales[DOWN_AT_ONCE][2];
+    wait_for_down(ring, share, job, scales);
+    multiply_steps<DOWN_AT_ONCE, DOWN_ROW, DOWN_STEPS, COUNT>(
+        codes_of_expert(ring, share, job.item, job.place), inputs, job.first, 3, scales, held);
+    if (lane == 0) barrier_arrive_here(done + 8 * job.item);
+}
+
 // Multiplies a warp's pairs of experts and some of their steps, of all items.
 __device__ __forceinline__ void multiply_down(
-    const Ring& ring, const Share& share, u32 inner, u32 done) {
-    const int lane = threadIdx.x % 32;
-    const u32 row = DOWN_SCALES > 1 ? lane / 4 * 4 : 0;
-    int item = 0;
-    for (int job = threadIdx.x / 32;; job += WARPS) {
-        for (; job >= JOBS; job -= JOBS) item++;
-        if (item >= share.down_items) break;
-        const int place = job / DOWN_PARTS * 2, other = min(place + 1, CHOSEN - 1);
-        const int first = job % DOWN_PARTS * DOWN_AT_ONCE;
-        // Columns of the second operand are inner values of both experts, in turn.
-        const u32 inputs = inner + (lane / 4 % 2 ? other : place) * INNER_APART;
-        ring.wait_until_full(share.content(item, place));
-        float scales[DOWN_AT_ONCE][2];
-        read_scales<DOWN_AT_ONCE, DOWN_STEPS, DOWN_GROUP>(
-            scales, beside_expert(ring, share, item, place) + row,
-            beside_expert(ring, share, item, other) + row, first, 4 * DOWN_SCALES);
-        multiply_steps<DOWN_AT_ONCE, DOWN_ROW, DOWN_STEPS>(
-            codes_of_expert(ring, share, item, place), inputs, first, 3, scales);
-        if (lane == 0) barrier_arrive_here(done + 8 * item);
+    const Ring& ring, const Share& share, u32 inner, u32 done, const Numbers (&held)[HELD]) {
+#pragma unroll
+    for (int turn = 0; turn < DOWN_HELD_TURNS; turn++) {
+        const DownJob job(turn);
+        if (job.item >= share.down_items) return;
+        multiply_down_job<DOWN_HELD>(ring, share, job, inner, done, held + turn * DOWN_HELD);
+    }
+    constexpr int TURNS = (MOST_ITEMS * JOBS + WARPS - 1) / WARPS;
+    for (int turn = DOWN_HELD_TURNS; turn < TURNS; turn++) {
+        const DownJob job(turn);
+        if (job.item >= share.down_items) return;
+        multiply_down_job<0>(ring, share, job, inner, done);
     }
 }
 
@@ -334,10 +383,10 @@ __device__ __forceinline__ float norm_weight(const Operands& given, int column) 
 }
 
 // Adds the experts' parts of eight results, and begins the next norm, as a warp. A thread has a
-// result, and every fourth part. before, norm: of its result.
+// result, and every fourth part. before, norms: of all items' results.
 __device__ __forceinline__ void finish_down(
-    const Ring& ring, const Share& share, int item, const float* weights, u32 done, float before,
-    float norm, const Operands& given, char* row_place) {
+    const Ring& ring, const Share& share, int item, const float* weights, u32 done,
+    const float* before, const float* norms, const Operands& given, char* row_place) {
     constexpr int OWN = RESULT_PARTS > 4 ? RESULT_PARTS / 4 : 1;
     const int lane = threadIdx.x % 32, row = lane % 8, column = share.column(item);
     const int at = column + row;
@@ -358,7 +407,7 @@ __device__ __forceinline__ void finish_down(
     float result = sum_of_parts<OWN>(values, 1);
     result += __shfl_xor_sync(~0u, result, 16);
     result += __shfl_xor_sync(~0u, result, 8);
-    if (ADD) result += before;
+    if (ADD) result += before[item * 8 + row];
     if (BEHIND_ROWS) {
         shared_memory_fence();
         __syncwarp();
@@ -367,7 +416,7 @@ __device__ __forceinline__ void finish_down(
     const u16 bits = u16(packed(result, 0.0f));
     if (lane < 8) given.out[at] = bits;
     if (!NEXT) return;
-    const float wide = widened(bits), weighted = wide * norm;
+    const float wide = widened(bits), weighted = wide * norms[item * 8 + row];
     float square = wide * wide;
 #pragma unroll
     for (int apart = 4; apart > 0; apart /= 2) square += __shfl_xor_sync(~0u, square, apart);
@@ -385,6 +434,7 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
     __shared__ __align__(16) char x[ROW_BYTES];
     __shared__ int ids[CHOSEN];
     __shared__ float weights[CHOSEN];
+    __shared__ float before[8 * MOST_ITEMS], norms[8 * MOST_ITEMS];
     __shared__ u32 place;
     __shared__ __align__(8) u64 barriers[3 * STAGES + MOST_ITEMS];
     const u32 first = shared_address(barriers), done = first + 24 * STAGES;
@@ -414,26 +464,36 @@ extern "C" __global__ void __launch_bounds__(32 * (WARPS + 2), 1) expert_row(
         finish_gate(ring, share, given.exchanged + place * PLACE_BYTES);
     } else {
         // What is read later would wait behind all codes.
-        const bool finishes = warp < share.down_items;
-        // A block may have no item of a short row: then its column lies behind the row.
-        const int own = (finishes ? share.column(warp) : 0) + threadIdx.x % 8;
-        const float before = ADD ? widened(given.out[own]) : 0.0f;
-        const float norm = NEXT ? norm_weight(given, own) : 0.0f;
+        const int item = threadIdx.x / 8, row = threadIdx.x % 8;
+        if (item < share.down_items) {
+            const int own = share.column(item) + row;
+            if (ADD) before[threadIdx.x] = widened(given.out[own]);
+            if (NEXT) norms[threadIdx.x] = norm_weight(given, own);
+        }
         copy_x(x, given.x);
         named_sync<32 * WARPS>(1);
         multiply_gate(ring, share, shared_address(x));
         named_sync<32 * (WARPS + 1)>(2);
-        char* const exchanged = given.exchanged + place * PLACE_BYTES;
-        take_words<INNER_BYTES, 32 * WARPS, INNER_ROW, INNER_APART>(memory, exchanged);
+        const auto exchanged = [&] {
+            return given.exchanged + word(shared_address(&place)) * PLACE_BYTES;
+        };
+        Numbers held[HELD];
+        decode_down(ring, share, held);
+        take_words<INNER_BYTES, 32 * WARPS, INNER_ROW, INNER_APART>(memory, exchanged());
         named_sync<32 * WARPS>(1);
         if (BEHIND_ROWS) named_arrive<32 * (WARPS + 1)>(3);
-        multiply_down(ring, share, shared_address(memory), done);
-        char* const row = exchanged + INNER_BYTES;
-        if (finishes) finish_down(ring, share, warp, weights, done, before, norm, given, row);
+        multiply_down(ring, share, shared_address(memory), done, held);
+        if (warp < share.down_items)
+            finish_down(ring, share, warp, weights, done, before, norms, given,
+                exchanged() + INNER_BYTES);
         if (!BEHIND_ROWS) return;
-        take_words<ROW_BYTES, 32 * WARPS>(x, row);
+        // A slot's time is odd or even. So whoever waits for codes of QKV has to know that those of
+        // down are there, which warps know of their own jobs alone.
         named_sync<32 * WARPS>(1);
-        multiply_behind(ring, share.behind(), shared_address(x));
+        decode_behind(ring, share.behind(), held);
+        take_words<ROW_BYTES, 32 * WARPS>(x, exchanged() + INNER_BYTES);
+        named_sync<32 * WARPS>(1);
+        multiply_behind(ring, share.behind(), shared_address(x), held);
         named_sync<32 * WARPS>(1);
         if (BEHIND_LATE) let_next_kernel_start();
         finish_behind(ring, share.behind(), given.behind, shared_address(x) + X_BYTES, factors.eps);

@@ -160,6 +160,7 @@ inline u32 word_of(const uint4& words, int i) {
     return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w;
 }
 inline float number(u32 address) { return shared<float>(address); }
+inline u32 word(u32 address) { return shared<u32>(address); }
 inline u32 half_word(u32 address) { return shared<u16>(address); }
 inline void write_number(u32 address, float value) {
     memcpy(current->block->memory + address, &value, sizeof value);

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sidestep.kernels.experts.row_form import Choosing, Ending, Form, Matrix
+from sidestep.kernels.experts.row_form import (
+    NOTHING_BEHIND,
+    Behind,
+    Choosing,
+    Ending,
+    Form,
+    Matrix,
+)
 
 MEMORY = 227 << 10
 """Bytes that a block of Hopper may have."""
@@ -22,6 +29,8 @@ def forms(draw: st.DrawFn) -> Form:
         height = 1 if kind == "mxfp4" else draw(st.sampled_from((1, 8, 128)))
         return Matrix(columns, group, height, draw(st.booleans()))
 
+    rows, split = 8 * draw(st.integers(1, 2000)), draw(st.sampled_from((1, 2, 4)))
+    behind = Behind(rows, 0, 1, split, late=False) if draw(st.booleans()) else NOTHING_BEHIND
     return Form(
         torch.bfloat16,
         kind,
@@ -34,6 +43,7 @@ def forms(draw: st.DrawFn) -> Form:
         activation=(False, None, None),
         choosing=Choosing(1, 512, 512, True),
         ending=Ending(True, True, False),
+        behind=behind,
     )
 
 
@@ -44,12 +54,16 @@ def test_forms_that_fit_keep_to_the_rules(form: Form) -> None:
     options = {name: int(value) for name, value in form.options.items() if isinstance(value, int)}
     stages, warps = options["STAGES"], options["WARPS"]
     parts = -(-form.gate_up.steps // options["GATE_AT_ONCE"])
-    # Barriers of slots and items, the experts' ids and weights, and the inputs.
-    fixed = 8 * (3 * stages + 9) + 8 * form.chosen + 256 * form.gate_up.steps
+    items = options["MOST_ITEMS"]
+    # Barriers of slots and items, the experts' ids and weights, what is read before down's results
+    # are there, and the inputs.
+    fixed = 8 * (3 * stages + 1 + items) + 8 * form.chosen + 64 * items
+    fixed += 256 * form.gate_up.steps
     assert form.shared + fixed <= MEMORY
     assert warps % parts == 0 and warps <= 16, "whole teams"
+    assert options["HELD"] * warps <= 24, "registers hold no more steps"
     assert stages % (warps // parts) == 0, "all of a slot's items belong to one team"
-    items = -(-form.gate_up.columns // (8 * form.blocks))
+    assert items == -(-form.gate_up.columns // (8 * form.blocks))
     assert items <= min(8, warps), "each item of down has a warp that finishes it"
     in_slot = max(1, form.gate_up.steps // form.down.steps) * 2
     assert items * -(-form.chosen // in_slot) <= stages, "a block has room for all items of down"
