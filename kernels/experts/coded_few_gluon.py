@@ -98,6 +98,8 @@ def _register_gate_up(
     LOGITS: gl.constexpr,
     WIDE: gl.constexpr,
     NORMALISED: gl.constexpr,
+    JOINED: gl.constexpr,
+    GATED: gl.constexpr,
     D: gl.constexpr,
     F: gl.constexpr,
     E: gl.constexpr,
@@ -135,7 +137,7 @@ def _register_gate_up(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if PARTS > 0:
-        expert = chosen_expert(parts, logit_bias, 0, place, lane, T, PARTS, LOGITS, WIDE)
+        expert = chosen_expert(parts, logit_bias, 0, place, lane, T, PARTS, LOGITS, WIDE, JOINED)
     else:
         expert = gl.load(experts + place)
     # Programs of experts that are not here do nothing.
@@ -226,6 +228,8 @@ def _register_down(
     E: gl.constexpr,
     WIDE: gl.constexpr,
     NORMALISED: gl.constexpr,
+    JOINED: gl.constexpr,
+    GATED: gl.constexpr,
     D: gl.constexpr,
     F: gl.constexpr,
     CHOSEN: gl.constexpr,
@@ -268,7 +272,7 @@ def _register_down(
     if PARTS > 0:
         expert, share = chosen_experts(
             parts, logit_bias, gl.program_id(0), taken, lane, T, scale, tiny,
-            PARTS, E, WIDE, CHOSEN, NORMALISED,
+            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
         )  # fmt: skip
     else:
         expert = gl.load(ids + token * CHOSEN + taken)

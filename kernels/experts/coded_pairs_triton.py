@@ -77,6 +77,8 @@ def _coded_gate_up(
     LOGITS: tl.constexpr,
     WIDE: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     E: tl.constexpr,
@@ -104,7 +106,7 @@ def _coded_gate_up(
     place = tl.program_id(0)
     if PARTS > 0:
         expert = chosen_expert(
-            parts, logit_bias, 0, place, tl.arange(0, 32), T, PARTS, LOGITS, WIDE
+            parts, logit_bias, 0, place, tl.arange(0, 32), T, PARTS, LOGITS, WIDE, JOINED
         )
     else:
         expert = tl.load(experts + place)
@@ -155,6 +157,8 @@ def _coded_down(
     E: tl.constexpr,
     WIDE: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -184,7 +188,7 @@ def _coded_down(
     if PARTS > 0:
         expert, share = chosen_experts(
             parts, logit_bias, tl.program_id(0), taken, tl.arange(0, 32), T, scale, tiny,
-            PARTS, E, WIDE, CHOSEN, NORMALISED,
+            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
         )  # fmt: skip
         expert = expert.to(tl.int64)
     else:

@@ -68,6 +68,8 @@ def _few_down(
     E: gl.constexpr,
     WIDE: gl.constexpr,
     NORMALISED: gl.constexpr,
+    JOINED: gl.constexpr,
+    GATED: gl.constexpr,
     D: gl.constexpr,
     F: gl.constexpr,
     CHOSEN: gl.constexpr,
@@ -100,7 +102,7 @@ def _few_down(
     if PARTS > 0:
         expert, share = chosen_experts(
             parts, logit_bias, gl.program_id(0), taken, gl.arange(0, 32, layout=OUT), T, scale,
-            tiny, PARTS, E, WIDE, CHOSEN, NORMALISED,
+            tiny, PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
         )  # fmt: skip
     else:
         expert = gl.load(ids + token * CHOSEN + taken)

@@ -71,6 +71,8 @@ def _expert_gate_up(
     E: tl.constexpr,
     WIDE: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -92,7 +94,7 @@ def _expert_gate_up(
     if PARTS > 0:
         row, place = tl.program_id(0) // CHOSEN, tl.program_id(0) % CHOSEN
         expert = chosen_expert(
-            parts, logit_bias, row, place, tl.arange(0, 32), T, PARTS, E, WIDE
+            parts, logit_bias, row, place, tl.arange(0, 32), T, PARTS, E, WIDE, JOINED
         ).to(tl.int64)
     else:
         expert = tl.load(ids + pair).to(tl.int64)
@@ -139,6 +141,8 @@ def _expert_down(
     E: tl.constexpr,
     WIDE: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -168,7 +172,7 @@ def _expert_down(
     if PARTS > 0:
         expert, share = chosen_experts(
             parts, logit_bias, tl.program_id(0), taken, tl.arange(0, 32), T, scale, tiny,
-            PARTS, E, WIDE, CHOSEN, NORMALISED,
+            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
         )  # fmt: skip
         expert = expert.to(tl.int64)
     else:

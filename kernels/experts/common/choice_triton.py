@@ -19,7 +19,7 @@ _GROUP = tl.constexpr(32)
 _LEAST = tl.constexpr(-0x80000000)
 """Less than every number's bits: of experts that are not there or already taken."""
 _NOWHERE = tl.constexpr(1 << 30)
-_GROUPS = 4
+_MOST_EXPERTS = 256
 
 
 @triton.jit
@@ -41,31 +41,40 @@ def _ordered(parts, bias, row, lane, FIRST: tl.constexpr, PARTS: tl.constexpr, T
 
 
 @triton.jit
-def row_keys(parts, bias, row, lane, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
-    """Return the logits of a row in the order of integers: four groups of experts."""
-    return (
-        _ordered(parts, bias, row, lane, 0, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, lane, 32, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, lane, 64, PARTS, T, E, WIDE),
-        _ordered(parts, bias, row, lane, 96, PARTS, T, E, WIDE),
-    )
+def _and(keys, group):
+    """Return the keys with those of one more group."""
+    return keys + (group,)
 
 
 @triton.jit
-def best_key(a, b, c, d, lane):
+def row_keys(parts, bias, row, lane, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr):
+    """Return the logits of a row in the order of integers, a tensor for each group of experts."""
+    keys = (_ordered(parts, bias, row, lane, 0, PARTS, T, E, WIDE),)
+    for first in tl.static_range(_GROUP, E, _GROUP):
+        keys = _and(keys, _ordered(parts, bias, row, lane, first, PARTS, T, E, WIDE))
+    return keys
+
+
+@triton.jit
+def best_key(keys, lane):
     """Return the greatest key, and the lowest index that has it."""
-    most = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 0)
-    first = tl.where(d == most, lane + 96, _NOWHERE)
-    first = tl.where(c == most, lane + 64, first)
-    first = tl.where(b == most, lane + 32, first)
-    first = tl.where(a == most, lane, first)
+    greatest = keys[0]
+    for group in tl.static_range(1, len(keys)):
+        greatest = tl.maximum(greatest, keys[group])
+    most = tl.max(greatest, 0)
+    first = lane * 0 + _NOWHERE
+    for group in tl.static_range(len(keys) - 1, -1, -1):
+        first = tl.where(keys[group] == most, lane + group * _GROUP, first)
     return most, tl.min(first, 0)
 
 
 @triton.jit
-def without(keys, index, lane, FIRST: tl.constexpr):
-    """Return the keys of the group from FIRST on without that of the expert `index`."""
-    return tl.where(lane + FIRST == index, _LEAST, keys)
+def without(keys, index, lane):
+    """Return the keys without that of the expert `index`."""
+    left = (tl.where(lane == index, _LEAST, keys[0]),)
+    for group in tl.static_range(1, len(keys)):
+        left = _and(left, tl.where(lane + group * _GROUP == index, _LEAST, keys[group]))
+    return left
 
 
 @triton.jit
@@ -82,15 +91,28 @@ def _power(keys, most):
 
 @triton.jit
 def chosen_expert(
-    parts, bias, row, place, lane, T, PARTS: tl.constexpr, E: tl.constexpr, WIDE: tl.constexpr
+    parts,
+    bias,
+    row,
+    place,
+    lane,
+    T,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    JOINED: tl.constexpr,
 ):
-    """Return the expert of a row that has a place among those chosen. lane: 0 to 31, [32]."""
-    a, b, c, d = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
-    _, index = best_key(a, b, c, d, lane)
-    for _ in range(place):
-        a, b = without(a, index, lane, 0), without(b, index, lane, 32)
-        c, d = without(c, index, lane, 64), without(d, index, lane, 96)
-        _, index = best_key(a, b, c, d, lane)
+    """Return the expert of a row that has a place among those chosen.
+
+    lane: 0 to 31, [32]. JOINED: see KernelChoice.
+    """
+    keys = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
+    _, index = best_key(keys, lane)
+    for _ in range(tl.where(place == JOINED, 0, place) if JOINED > 0 else place):
+        keys = without(keys, index, lane)
+        _, index = best_key(keys, lane)
+    if JOINED > 0:
+        index = tl.where(place == JOINED, E, index)
     return index
 
 
@@ -109,31 +131,44 @@ def chosen_experts(
     WIDE: tl.constexpr,
     CHOSEN: tl.constexpr,
     NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
 ):
     """Return the experts of a row that have these places, and their weights.
 
-    lane: 0 to 31, [32].
+    lane: 0 to 31, [32]. CHOSEN: with the joined one. JOINED, GATED: see KernelChoice.
     """
-    a, b, c, d = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
-    key, index = best_key(a, b, c, d, lane)
+    keys = row_keys(parts, bias, row, lane, T, PARTS, E, WIDE)
+    key, index = best_key(keys, lane)
     most = _number(key)
-    powers = _power(a, most) + _power(b, most) + _power(c, most) + _power(d, most)
+    powers = _power(keys[0], most)
+    for group in tl.static_range(1, len(keys)):
+        powers += _power(keys[group], most)
     every = tl.sum(powers, 0)
     found = places * 0
     weights = places.to(tl.float32) * 0.0
     total = 0.0
-    for place in tl.static_range(CHOSEN):
+    for place in tl.static_range(JOINED if JOINED > 0 else CHOSEN):
         if place > 0:
-            a, b = without(a, index, lane, 0), without(b, index, lane, 32)
-            c, d = without(c, index, lane, 64), without(d, index, lane, 96)
-            key, index = best_key(a, b, c, d, lane)
+            keys = without(keys, index, lane)
+            key, index = best_key(keys, lane)
         score = tl.exp(_number(key) - most) / every
         total += score
         found = tl.where(places == place, index, found)
         weights = tl.where(places == place, score, weights)
     if NORMALISED:
         weights = weights / (total + tiny)
-    return found, weights * scale
+    weights *= scale
+    if JOINED > 0:
+        share = 1.0
+        if GATED:
+            gate = 0.0
+            for part in tl.static_range(PARTS):
+                gate += tl.load(parts + (T.to(tl.int64) * part + row) * WIDE + E)
+            share = 1.0 / (1.0 + tl.exp(-gate))
+        found = tl.where(places == JOINED, E, found)
+        weights = tl.where(places == JOINED, share, weights)
+    return found, weights
 
 
 class KernelChoice(NamedTuple):
@@ -148,6 +183,10 @@ class KernelChoice(NamedTuple):
     experts: int = 0
     wide: int = 0
     normalised: bool = False
+    joined: int = 0
+    """Place of the joined expert, behind those that are chosen; 0 if there is none."""
+    gated: bool = False
+    """Whether the product has a gate of that one, behind the experts' logits."""
 
 
 NO_CHOICE = KernelChoice()
@@ -166,8 +205,7 @@ def by_softmax_of_all(undecided: Undecided) -> bool:
 
 def chosen_in_kernels(undecided: Undecided) -> bool:
     """Return whether kernels in Triton can choose: by a softmax of not too many experts."""
-    few = undecided.experts <= _GROUPS * _GROUP.value
-    return few and undecided.joined is None and by_softmax_of_all(undecided)
+    return undecided.experts <= _MOST_EXPERTS and by_softmax_of_all(undecided)
 
 
 def kernel_choice(undecided: Undecided) -> KernelChoice:
@@ -185,4 +223,6 @@ def kernel_choice(undecided: Undecided) -> KernelChoice:
         undecided.experts,
         wide,
         choice.normalised,
+        0 if undecided.joined is None else choice.num_chosen,
+        undecided.joined is not None and undecided.joined.gated,
     )

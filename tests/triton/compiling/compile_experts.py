@@ -54,8 +54,21 @@ def launch_experts(*_: object) -> None:
                 add=False,
                 some=True,
             )
+    launch_joined()
     launch_gpt_oss()
     launch_coded_experts()
+
+
+def launch_joined() -> None:
+    """Launch the experts of Qwen3.5-35B-A3B, with the shared one behind them."""
+    hidden, inner, experts = 2048, 512, 256
+    gate_up = ExpertMatrix(bf16(experts + 1, 2 * inner, hidden))
+    down = ExpertMatrix(bf16(experts + 1, hidden, inner))
+    for rows in (1, 8):
+        x, weight = bf16(rows, hidden), bf16(experts + 1, hidden)
+        choice, joined = Choice(8, normalised=True), Joined(gated=True)
+        routed = routing_triton.route(x, weight, None, choice, joined=joined)
+        experts_triton.multiply_experts(x, routed, gate_up, down, bf16(rows, hidden), add=True)
 
 
 def launch_gpt_oss() -> None:

@@ -77,7 +77,7 @@ def product(matrix: ExpertMatrix, expert: int, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("rows", "chosen", "experts", "width", "inner"),
     [(1, 2, 4, 48, 36), (5, 3, 7, 130, 17), (70, 2, 3, 33, 65), (9, 1, 40, 16, 128)]
-    + [(3, 8, 16, 76, 200), (1, 6, 9, 20, 72)],
+    + [(3, 8, 16, 76, 200), (1, 6, 9, 20, 72), (1, 9, 20, 40, 520), (3, 11, 24, 44, 96)],
 )
 def test_any_size(
     rows: int, chosen: int, experts: int, width: int, inner: int, add: bool, few: bool
@@ -208,13 +208,13 @@ def test_of_several_ranks_each_multiplies_the_pairs_of_its_own_experts(
         assert_close(out, exact(x, Routed(routed.ids, weights), gate_up, down), ulps=16)
 
 
-@pytest.mark.parametrize("inner", [30, 136])
+@pytest.mark.parametrize(("inner", "chosen"), [(30, 2), (136, 2), (136, 6), (328, 9)])
 @pytest.mark.parametrize("few", [True, False])
-def test_a_token_does_not_depend_on_those_beside_it(few: bool, inner: int) -> None:
-    values = Values(4)
-    x, routed = values.normal(9, 40, dtype=DTYPE), routing(values, 9, 2, 5)
-    gate_up = ExpertMatrix(values.normal(5, 2 * inner, 40, dtype=DTYPE))
-    down = ExpertMatrix(values.normal(5, 40, inner, dtype=DTYPE))
+def test_a_token_does_not_depend_on_those_beside_it(few: bool, inner: int, chosen: int) -> None:
+    values, experts = Values(4), chosen + 3
+    x, routed = values.normal(9, 40, dtype=DTYPE), routing(values, 9, chosen, experts)
+    gate_up = ExpertMatrix(values.normal(experts, 2 * inner, 40, dtype=DTYPE))
+    down = ExpertMatrix(values.normal(experts, 40, inner, dtype=DTYPE))
 
     def run(rows: int) -> Tensor:
         out = torch.zeros(rows, 40, dtype=DTYPE, device=DEVICE)
@@ -323,30 +323,38 @@ def test_the_choice_equals_the_reference(choice: Choice, biased: bool) -> None:
     torch.testing.assert_close(got.weights.cpu(), expected.weights)
 
 
-@pytest.mark.parametrize("experts", [12, 33, 128])
+@pytest.mark.parametrize("joined", [None, Joined(gated=False), Joined(gated=True)], ids=str)
+@pytest.mark.parametrize("experts", [12, 33, 128, 200, 256])
 @pytest.mark.parametrize(("rows", "normalised", "biased"), [(1, True, True), (7, False, False)])
 def test_kernels_of_a_few_pairs_choose_as_the_reference(
-    experts: int, rows: int, normalised: bool, biased: bool
+    experts: int, rows: int, normalised: bool, biased: bool, joined: Joined | None
 ) -> None:
     """Also between equal logits, of which the lowest index is the first."""
     values, width, inner = Values(experts + rows), 40, 24
     choice = Choice(5, normalised=normalised, scale=1.5)
     # Sums of these numbers are exact. Otherwise a library's sums of equal rows may differ.
     x = guarded((values.normal(rows, width, dtype=DTYPE) * 8).round() / 8)
-    weight = (values.normal(experts, width, dtype=DTYPE) * 8).round() / 8
-    weight[-3:] = weight[0]
+    gated, every = joined is not None and joined.gated, experts + (joined is not None)
+    weight = (values.normal(experts + gated, width, dtype=DTYPE) * 8).round() / 8
+    weight[experts - 3 : experts] = weight[0]
     weight = guarded(weight)
     bias = guarded(values.normal(experts, dtype=torch.float32)) if biased else None
-    gate_up = ExpertMatrix(values.normal(experts, 2 * inner, width, dtype=DTYPE, scale=0.2))
-    down = ExpertMatrix(values.normal(experts, width, inner, dtype=DTYPE, scale=0.2))
-    out = guarded(x)
-    undecided = route(x, weight, None, choice, product_bias=bias)
+    gate_up = ExpertMatrix(values.normal(every, 2 * inner, width, dtype=DTYPE, scale=0.2))
+    down = ExpertMatrix(values.normal(every, width, inner, dtype=DTYPE, scale=0.2))
+    out, own = guarded(x), range(experts)
+    undecided = route(x, weight, None, choice, own, bias, joined=joined)
     with unchanged(x=x, parts=undecided.parts), PoisonedAllocations():
         multiply_experts(x, undecided, gate_up, down, out, add=False, few=True)
-    logits = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    expected = choose_experts(logits.float(), None, choice)
-    assert torch.equal(decided(undecided).ids, expected.ids)
-    assert_close(out, exact(x, expected, gate_up, down), ulps=16)
+    logits = x.double() @ weight.double().T
+    of_experts = logits[:, :experts] + (0 if bias is None else bias.double())
+    chosen = choose_experts(of_experts.float().contiguous(), None, choice)
+    ids, weights = chosen
+    if joined is not None:
+        share = torch.sigmoid(logits[:, experts:]) if gated else torch.ones(rows, 1, device=DEVICE)
+        ids = torch.cat([ids, torch.full_like(ids[:, :1], experts)], 1)
+        weights = torch.cat([weights, share.float()], 1)
+    assert torch.equal(decided(undecided).ids, ids)
+    assert_close(out, exact(x, Routed(ids, weights), gate_up, down), ulps=16)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("-inf")])

@@ -12,7 +12,7 @@ from torch import Tensor
 from sidestep.kernels.experts.expert_codes import ExpertCodes
 from sidestep.kernels.experts.experts_triton import multiply_experts
 from sidestep.kernels.experts.routing_triton import route
-from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
+from sidestep.kernels.ops.routing import Choice, Joined, Routed, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix, rounded_to_bytes
 from tests.triton.quantized.coded_matrices import WHOLE, Form, guarded_codes, matrix_of
 from tests.triton.support import (
@@ -91,20 +91,29 @@ def test_experts(form: Form, rows: int, few: bool) -> None:
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[3]], ids=str)
+@pytest.mark.parametrize("joined", [None, Joined(gated=True)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_the_kernels_of_one_row_choose_its_experts(form: Form, rows: int) -> None:
+def test_the_kernels_of_one_row_choose_its_experts(
+    form: Form, rows: int, joined: Joined | None
+) -> None:
     values, width, inner, choice = Values(3), 272, 136, Choice(2, normalised=True)
+    experts = EXPERTS - (joined is not None)
     x = guarded(values.normal(rows, width, dtype=DTYPE))
     router = values.normal(EXPERTS, width, dtype=DTYPE)
-    bias = guarded(values.normal(EXPERTS, dtype=torch.float32))
+    bias = guarded(values.normal(experts, dtype=torch.float32))
     gate_up, all_gate_up = experts_of(form, 2 * inner, width)
     down, all_down = experts_of(form, width, inner)
     out = guarded(torch.zeros(rows, width, dtype=DTYPE, device=DEVICE))
-    undecided = route(x, router, None, choice, product_bias=bias)
+    undecided = route(x, router, None, choice, product_bias=bias, joined=joined)
     with PoisonedAllocations():
         multiply_experts(x, undecided, all_gate_up, all_down, out, add=False)
-    logits = x.double() @ router.double().T + bias.double()
-    routed = choose_experts(logits.float(), None, choice)
+    logits = x.double() @ router.double().T
+    chosen = (logits[:, :experts] + bias.double()).float().contiguous()
+    routed = choose_experts(chosen, None, choice)
+    if joined is not None:
+        share = logits[:, experts:].sigmoid().float()
+        ids = torch.full_like(routed.ids[:, :1], experts)
+        routed = Routed(torch.cat([routed.ids, ids], 1), torch.cat([routed.weights, share], 1))
     assert_close(out, exact(x, routed, gate_up, down), ulps=16)
 
 
