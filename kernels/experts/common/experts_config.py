@@ -132,13 +132,26 @@ _MOST_STEPS = 32
 """Steps of 64 columns that are written out one after the other."""
 
 
+def kept_experts(chosen: int) -> tuple[int, int]:
+    """Return two powers of two: room for a token's first experts, and for those behind them.
+
+    The second one is 0 where both would have as much room as one, and where warps would be too many
+    for the first experts.
+    """
+    room = 1 << (chosen - 1).bit_length()
+    first, behind = room // 2, chosen - room // 2
+    last = 1 << (behind - 1).bit_length()
+    pays = first >= _LEAST_EXPERTS and first + last < room
+    return (first, last) if pays else (room, 0)
+
+
 def waiting_config(rows: int, inner_width: int, chosen: int) -> WaitingConfig | None:
     """Return how matrices of 16 bits wait in shared memory, or None if they are too long.
 
     The outputs of a program do not depend on the number of rows. Warps share out a token's experts,
     so there must be some.
     """
-    kept, steps = 1 << (chosen - 1).bit_length(), -(-inner_width // 64)
+    kept, steps = sum(kept_experts(chosen)), -(-inner_width // 64)
     if kept < _LEAST_EXPERTS or inner_width % 8 != 0 or steps > _MOST_STEPS:
         return None
     for columns in (8, 4):
