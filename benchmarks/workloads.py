@@ -161,6 +161,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "eos_token_id": 151645,
     },
 }
+# Layers as Qwen3-Next's, but fewer of them, with fewer experts and a larger vocabulary.
+MODELS["qwen3.5-35b-a3b"] = MODELS["qwen3-next-80b-a3b"] | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "vocab_size": 248320,
+    "bos_token_id": 248044,
+    "eos_token_id": 248044,
+}
 QUANTIZED: dict[str, dict[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "fp8-block": {

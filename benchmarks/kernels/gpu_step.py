@@ -8,7 +8,8 @@ It drives the worker's runner in this process, without the engine around it: the
 each batch size it prints:
 
 - the time of a captured step;
-- the floor of its weights and of its keys and values at the card's measured reading speed;
+- the floor of its weights, and of its keys, values and states, at the card's measured reading
+  speed;
 - the kernels that take the time, as the profiler sees them;
 - each part of a step beside its own floor, which counts bytes alone. Large products are far from
   it, since arithmetic bounds them.
@@ -40,7 +41,7 @@ from sidestep.executor.gpu.gpu_runner import GpuRunner
 from sidestep.executor.runner.runner import WorkerArgs
 from sidestep.ipc.config_sections import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from sidestep.ipc.model.kv.kv_cache_dtype import AUTO, KV_CACHE_DTYPES, with_kv_cache_dtype
-from sidestep.ipc.model.layer_spec import attention_of
+from sidestep.ipc.model.layer_spec import attention_of, recurrent_of
 from sidestep.ipc.model.model_spec import ModelSpec, load_model_spec
 from sidestep.ipc.transport.slot_columns import empty_tables
 from sidestep.ipc.transport.step import StepInput
@@ -130,6 +131,8 @@ class Steps:
             "temperature": 0.6,
             "seed": np.arange(new),
             "max_drafts": self._drafts,
+            # Only recurrent layers look at it.
+            "state": np.arange(new),
         }.items():
             entering[name] = values
         slots = np.arange(rows, dtype=np.int32)
@@ -225,11 +228,12 @@ def short_name(name: str) -> str:
 def floors(spec: ModelSpec, rows: int, context: int, speed: float) -> dict[str, float]:
     """Return the microseconds to read once the memory that each part of a step reads.
 
-    It is the weights, or every row's keys and values; of experts, those that as many rows choose on
-    average.
+    It is the weights, or every row's keys and values, and its states of recurrent layers; of
+    experts, those that as many rows choose on average.
     """
     kv = sum(mixer.kv().token_bytes(2) for mixer in attention_of(spec.layers))
-    read = defaultdict(float, attention=float(kv * context * rows))
+    states = sum(mixer.state_bytes(2) for mixer in recurrent_of(spec.layers))
+    read = defaultdict(float, attention=float((kv * context + states) * rows))
     for index, layer in enumerate(spec.layers):
         for matrix in layer.matrices(spec.hidden_size):
             name = f"model.layers.{index}.{matrix.name}"
@@ -292,7 +296,7 @@ def report(
     print(
         f"\n{model}, {what} {rows}, context {args.context}: step {seconds * 1e3:.3f} ms; "
         f"floors: weights {weights / 1e3:.3f}, "
-        f"keys and values {bounds['attention'] / 1e3:.3f}; kernels' times together "
+        f"keys, values and states {bounds['attention'] / 1e3:.3f}; kernels' times together "
         f"{busy / 1e3:.3f}"
     )
     for name, (time, launches) in list(listed.items())[: args.top]:
