@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from sidestep.kernels.experts.common.choice_triton import (
     NO_CHOICE,
     chosen_expert,
-    chosen_experts,
     kernel_choice,
+    token_experts,
 )
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.experts_config import RegisterConfigs
@@ -269,14 +269,10 @@ def _register_down(
     row = gl.arange(0, N, layout=BY_ROW)
     place = row // (16 * SPLIT)
     taken = gl.minimum(place, CHOSEN - 1)
-    if PARTS > 0:
-        expert, share = chosen_experts(
-            parts, logit_bias, gl.program_id(0), taken, lane, T, scale, tiny,
-            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
-        )  # fmt: skip
-    else:
-        expert = gl.load(ids + token * CHOSEN + taken)
-        share = gl.load(weights + token * CHOSEN + taken)
+    expert, share = token_experts(
+        ids, weights, parts, logit_bias, taken, lane, T, scale, tiny,
+        PARTS, E, WIDE, NORMALISED, JOINED, GATED, CHOSEN,
+    )  # fmt: skip
     there = place < CHOSEN
     if SOME:
         there = there & (expert >= 0)

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from sidestep.kernels.experts.common.choice_triton import KernelChoice, chosen_experts
+from sidestep.kernels.experts.common.choice_triton import KernelChoice, token_experts
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import WaitingConfig, kept_experts
 from sidestep.kernels.launch import cdiv, pdl
@@ -134,16 +134,10 @@ def _rows_of_experts(
     """
     ROWS: gl.constexpr = gl.SliceLayout(2, FULL)
     place = FIRST + gl.arange(0, COUNT, layout=gl.SliceLayout(1, ROWS))
-    taken = gl.minimum(place, CHOSEN - 1)
-    if PARTS > 0:
-        expert, share = chosen_experts(
-            parts, logit_bias, gl.program_id(0), taken, lane, T, scale, tiny,
-            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
-        )  # fmt: skip
-    else:
-        pair = gl.program_id(0).to(gl.int64) * CHOSEN + taken
-        expert = gl.load(ids + pair)
-        share = gl.load(weights + pair)
+    expert, share = token_experts(
+        ids, weights, parts, logit_bias, gl.minimum(place, CHOSEN - 1), lane, T, scale, tiny,
+        PARTS, E, WIDE, NORMALISED, JOINED, GATED, CHOSEN,
+    )  # fmt: skip
     there = place < CHOSEN
     if SOME:
         there = there & (expert >= 0)

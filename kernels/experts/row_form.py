@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,6 @@ from sidestep.kernels.quantized.device_matrix import STEP
 _KINDS = ("fp8", "int8", "int4", "mxfp4")
 _MEMORY = 226 << 10
 """Shared memory of a block."""
-_HOLDING, _MORE = (12, 2), (16, 1)
-"""Most warps of a block that multiply, and steps that each decodes while it waits for other blocks.
-Threads of more warps have too few registers to hold as much."""
 _MOST_ITEMS = 8
 """Items of down of a block."""
 OUTPUTS = 8
@@ -29,6 +27,18 @@ _MOST_AT_ONCE = 4
 _LEAST_RING, _MOST_STAGES = 128 << 10, 32
 """Bytes of codes on their way, so that the memory does not rest, and slots for which there are
 barriers."""
+
+
+class _Workers(NamedTuple):
+    """The warps of a block that multiply."""
+
+    most: int
+    held: int
+    """Steps that each decodes while it waits for other blocks."""
+
+
+_HOLDING, _MORE = _Workers(12, 2), _Workers(16, 1)
+"""Threads of more warps have too few registers to hold as much."""
 
 
 @dataclass(frozen=True)
@@ -201,21 +211,13 @@ class Form:
         return self._inner_memory + self.stages * self._slot_bytes
 
     @property
-    def _most_warps(self) -> int:
-        return self._warps_and_held[0]
+    def _workers(self) -> _Workers:
+        """The warps that multiply.
 
-    @property
-    def _held(self) -> int:
-        return self._warps_and_held[1]
-
-    @property
-    def _warps_and_held(self) -> tuple[int, int]:
-        """Most warps that multiply, and the steps that each holds.
-
-        Where warps have several shares of the product behind, more of them are the sooner done.
+        Where they have several shares of the product behind, more of them are the sooner done.
         """
-        several = self._behind_slots * self.behind.split > _HOLDING[0]
-        return _MORE if several else _HOLDING
+        shares = self._behind_slots * self.behind.split
+        return _MORE if shares > _HOLDING.most else _HOLDING
 
     @property
     def gate_at_once(self) -> int:
@@ -223,7 +225,7 @@ class Form:
         items = cdiv(self.chosen * self.down.columns // OUTPUTS, self.blocks)
 
         def took(at_once: int) -> float:
-            teams = self._most_warps // cdiv(self.gate_up.steps, at_once)
+            teams = self._workers.most // cdiv(self.gate_up.steps, at_once)
             return cdiv(items, teams) * (at_once + 0.4) if teams else math.inf
 
         return min(range(1, _MOST_AT_ONCE + 1), key=took)
@@ -236,7 +238,7 @@ class Form:
     @property
     def warps(self) -> int:
         """Warps that multiply: whole teams."""
-        return self._most_warps // self._gate_parts * self._gate_parts
+        return self._workers.most // self._gate_parts * self._gate_parts
 
     @property
     def down_at_once(self) -> int:
@@ -259,7 +261,7 @@ class Form:
     @property
     def fits(self) -> bool:
         """Return whether blocks have room for all that they have of down, and behind it."""
-        most_steps = self._most_warps * _MOST_AT_ONCE
+        most_steps = self._workers.most * _MOST_AT_ONCE
         if self.gate_up.steps > most_steps or self._down_items > _MOST_ITEMS:
             return False
         return max(self._down_slots, self._behind_slots) <= self.stages
@@ -277,7 +279,7 @@ class Form:
             "WARPS": self.warps,
             "GATE_AT_ONCE": self.gate_at_once,
             "DOWN_AT_ONCE": self.down_at_once,
-            "HELD": self._held,
+            "HELD": self._workers.held,
             "MOST_ITEMS": self._down_items,
         }
         for name, matrix in (("GATE", self.gate_up), ("DOWN", self.down)):

@@ -71,10 +71,9 @@ struct BehindJob {
     u32 codes, scales;
 
     __device__ __forceinline__ BehindJob(const Ring& ring, int first, int job) {
-        const int lane = threadIdx.x % 32;
         index = first + job / BEHIND_SPLIT, begin = job % BEHIND_SPLIT * BEHIND_TURNS;
-        codes = ring.content(index) + lane / 4 * GATE_ROW + lane % 4 * 16;
-        scales = ring.beside(index) + (BEHIND_SCALES > 1 ? lane / 4 * 4 : 0);
+        codes = codes_of_thread<GATE_ROW>(ring.content(index));
+        scales = ring.beside(index) + (BEHIND_SCALES > 1 ? threadIdx.x % 32 / 4 * 4 : 0);
     }
     // Whether there is a step of this turn.
     __device__ __forceinline__ bool has(int turn) const {

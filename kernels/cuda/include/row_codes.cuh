@@ -172,14 +172,20 @@ __device__ __forceinline__ float sum_of_share(u32 sums, u32 scales, int share, i
     return GROUP ? sum : __fmul_rn(sum, without_zero(number(scales)));
 }
 
+// Returns where a thread's codes of a step are, of its first row.
+template <int ROW>
+__device__ __forceinline__ u32 codes_of_thread(u32 step) {
+    const int lane = threadIdx.x % 32;
+    return step + lane / 4 * ROW + lane % 4 * 16;
+}
+
 // Multiplies COUNT steps from `first` on, and leaves their sums in place of their codes. content,
 // inputs: of the first step. second: as of put. held: numbers of the first OWN ones.
 template <int COUNT, int ROW, int STEPS, int OWN = 0>
 __device__ __forceinline__ void multiply_steps(
     u32 content, u32 inputs, int first, int second, const float (&scales)[COUNT][2],
     const Numbers* held = nullptr) {
-    const int lane = threadIdx.x % 32;
-    const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
+    const u32 codes = codes_of_thread<ROW>(content + first * STEP_BYTES);
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         if (STEPS % COUNT != 0 && first + i >= STEPS) break;
@@ -197,8 +203,7 @@ __device__ __forceinline__ void multiply_steps(
 template <int COUNT, int ROW, int STEPS, int OWN>
 __device__ __forceinline__ void decode_steps(
     u32 content, int first, const float (&scales)[COUNT][2], Numbers* held) {
-    const int lane = threadIdx.x % 32;
-    const u32 codes = content + first * STEP_BYTES + lane / 4 * ROW + lane % 4 * 16;
+    const u32 codes = codes_of_thread<ROW>(content + first * STEP_BYTES);
 #pragma unroll
     for (int i = 0; i < OWN; i++) {
         if (STEPS % COUNT != 0 && first + i >= STEPS) break;

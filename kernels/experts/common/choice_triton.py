@@ -171,6 +171,39 @@ def chosen_experts(
     return found, weights
 
 
+@triton.jit
+def token_experts(
+    ids,
+    weights,
+    parts,
+    bias,
+    places,
+    lane,
+    T,
+    scale,
+    tiny,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+    WIDE: tl.constexpr,
+    NORMALISED: tl.constexpr,
+    JOINED: tl.constexpr,
+    GATED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+):
+    """Return the experts at these places of the token that a program has, and their weights.
+
+    They are given as ids and weights [T, CHOSEN] if PARTS is 0, and else chosen here.
+    """
+    if PARTS > 0:
+        return chosen_experts(
+            parts, bias, tl.program_id(0), places, lane, T, scale, tiny,
+            PARTS, E, WIDE, CHOSEN, NORMALISED, JOINED, GATED,
+        )  # fmt: skip
+    else:
+        first = tl.program_id(0).to(tl.int64) * CHOSEN
+        return tl.load(ids + first + places), tl.load(weights + first + places)
+
+
 class KernelChoice(NamedTuple):
     """The arguments with which kernels choose; all None or 0 where experts are chosen already."""
 
