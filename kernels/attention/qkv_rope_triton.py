@@ -15,7 +15,7 @@ from sidestep.kernels.attention.common.kv_codes_triton import CodedCache, parts_
 from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.common.scores_triton import bounded
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
-from sidestep.kernels.launch_order import reads_early
+from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.unfinished_product import UnscaledProduct
 
 
@@ -96,6 +96,7 @@ def begin_with_new(
     return top, mass, acc
 
 
+@opens_early
 @reads_early("positions", "slot_mapping")
 @triton.jit
 def _qkv_rope(
@@ -141,8 +142,9 @@ def _qkv_rope(
         low_factor = tl.load(factors, mask=inside, other=0.0)
         high_factor = tl.load(factors + D // 2, mask=inside, other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # Decode attention asks for keys of earlier steps before its own wait.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     source = qkv + token * qkv_stride + heads * D + dims
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + D // 2, mask=inside, other=0.0).to(tl.float32)
