@@ -54,6 +54,9 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
+_LEAST_TALL = 1536
+"""Columns of a program from which on it has two tiles of W with more rows of x than that: each
+program reads x from L2, which takes as long as the codes."""
 _MOST_UNSCALED, _SMALL = 2048, 32 << 20
 """Rows up to which the library is faster without scales, which the next kernel then applies, and
 numbers of a matrix up to which it is so for any number of rows."""
@@ -147,11 +150,13 @@ def _streamed_config(
     # The kernel for one row has the same parts.
     least = -(-_LEAST_STEPS[width] // (2 if _in_one_row(matrix, gated, _SHORT) else 1))
     split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, least)
-    # The split follows from W's size alone, but a program of many rows has half of the pair.
-    halves = 1 + (gated and tokens <= _MOST_FUSED)
-    stage = _BLOCK_N * halves * 128 + padded(tokens) * width * matrix.dtype.itemsize
-    room = _SHARE * halves - _BLOCK_N * halves * scale_bytes(inputs, split, matrix)
-    return StreamedConfig(width, max(2, min(_MOST_STAGES, room // stage)), split)
+    # The split follows from W's size alone, but a program of many rows does not have the pair.
+    few, tall = tokens <= _MOST_FUSED, inputs // split >= _LEAST_TALL
+    tiles = 1 + (gated if few else tall)
+    stage = _BLOCK_N * tiles * 128 + padded(tokens) * width * matrix.dtype.itemsize
+    room = _SHARE * tiles - _BLOCK_N * tiles * scale_bytes(inputs, split, matrix)
+    block_n = _BLOCK_N if few else _BLOCK_N * tiles
+    return StreamedConfig(width, max(2, min(_MOST_STAGES, room // stage)), split, block_n)
 
 
 def wide_config(tokens: int, matrix: DeviceMatrix) -> WideConfig:

@@ -421,7 +421,7 @@ def launch(
     (tokens, num_outputs), num_inputs = out.shape, matrix.shape[1]
     rows, gated = padded(tokens), flags[-1]
     tiles, words = cdiv(num_outputs, c.block_n), c.block_k // matrix.in_word
-    assert words == 32 and c.block_n == 64
+    assert words == 32 and c.block_n in (64, 128)
     if c.split > 1:
         sums_left = tiles * c.split * c.block_n * rows * (1 + gated)
         assert tiles <= MOST_TILES and sums_left <= MOST_PARTIALS, f"{c}"
@@ -461,6 +461,8 @@ def launch(
         c.split,
         next_power_of_2(cdiv(cdiv(num_inputs, c.block_k), c.split) * (c.block_k // STEP)),
         *flags,
-        num_warps=4,
+        num_warps=c.block_n // 16,
+        # Two programs of eight warps share a processor.
+        **({"maxnreg": 128} if c.block_n > 64 else {}),
         **pdl(x),
     )

@@ -352,14 +352,22 @@ def test_one_row_has_the_bits_of_several(form: Form, outputs: int) -> None:
 
 
 # In the interpreter a product's order depends on its size.
-@pytest.mark.parametrize("most", [16, pytest.param(MAX_ROWS, marks=needs_gpu)])
+@pytest.mark.parametrize(
+    ("most", "inputs"),
+    [
+        (16, 400),
+        pytest.param(MAX_ROWS, 400, marks=needs_gpu),
+        # A program's part of these columns is long, so with many rows it has two tiles of W.
+        pytest.param(MAX_ROWS, 14336, marks=needs_gpu),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS[:5], ids=str)
-def test_a_row_depends_on_no_other(form: Form, most: int) -> None:
+def test_a_row_depends_on_no_other(form: Form, most: int, inputs: int) -> None:
     """Check that NaN in a row stays there, and that bits do not depend on the number of rows."""
     values = Values(most)
-    x = values.normal(most, 400, dtype=DTYPE)
+    x = values.normal(most, inputs, dtype=DTYPE)
     x[most - 1] = float("nan")
-    first = DeviceMatrix.of(matrix_of(form, 144, 400, DTYPE))
+    first = DeviceMatrix.of(matrix_of(form, 144, inputs, DTYPE))
     second = DeviceMatrix.of(matrix_of(form, 72, 144, DTYPE))
     stream = values.normal(most, 144, dtype=DTYPE, scale=7)
     norm = RmsNorm(values.normal(144, dtype=DTYPE), 1e-5)
