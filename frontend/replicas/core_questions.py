@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from sidestep.frontend.placement.placer import PlacedCore, Placer
 from sidestep.frontend.replicas.engine_client import EngineClient
@@ -21,6 +23,8 @@ from sidestep.ipc.transport.black_box import Recorded
 from sidestep.ipc.transport.messages import Answer
 from sidestep.ipc.transport.worker_calls import AnyCall, CallResult
 
+_T = TypeVar("_T")
+
 _SPARE_S = 0.3
 """Seconds that the other replicas have for an answer after the first good answer."""
 
@@ -36,6 +40,8 @@ class CoreQuestions(abc.ABC):
     """Numbers of the replicas that the load does not need now."""
     _size: int
     _watch: StallWatch
+    _asked: Counter[int]
+    """By replica: questions of which the answers are awaited without a limit of time."""
     _closed: bool
     placer: Placer
 
@@ -106,7 +112,9 @@ class CoreQuestions(abc.ABC):
         asked = self._alive.copy()
         answers = await asyncio.gather(
             *(
-                self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
+                self._answer(
+                    replica, self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
+                )
                 for replica in asked
             ),
             return_exceptions=True,
@@ -139,7 +147,10 @@ class CoreQuestions(abc.ABC):
         await self.wait_serving()
         asked = self._alive.copy()
         answers = await asyncio.gather(
-            *(self._clients[replica].call_workers(call, wait_s) for replica in asked),
+            *(
+                self._answer(replica, self._clients[replica].call_workers(call, wait_s))
+                for replica in asked
+            ),
             return_exceptions=True,
         )
         found: dict[int, list[CallResult]] = {}
@@ -251,8 +262,22 @@ class CoreQuestions(abc.ABC):
         if replica in self._alive and not self._closed:
             self._watch.suspect(replica)
 
+    async def _answer(self, replica: int, answer: Awaitable[_T]) -> _T:
+        """Return a replica's answer, and watch the replica until it comes: its core may hang."""
+        self._asked[replica] += 1
+        self._watch.wake(asyncio.get_running_loop())
+        try:
+            return await answer
+        finally:
+            self._asked[replica] -= 1
+
+    @property
+    def _owing(self) -> set[int]:
+        """The live replicas that owe such an answer."""
+        return {replica for replica in self._alive if self._asked[replica]}
+
     async def _connect(self, replica: int, address: ClientAddress) -> int:
-        return await self._clients[replica].connect(address)
+        return await self._answer(replica, self._clients[replica].connect(address))
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Let the replicas serve another frontend too, and return its seats.
@@ -261,7 +286,7 @@ class CoreQuestions(abc.ABC):
         Raises EngineDeadError if all have died.
         """
         numbers = await asyncio.gather(
-            *(self._clients[replica].connect(address) for replica, address in addresses.items()),
+            *(self._connect(replica, address) for replica, address in addresses.items()),
             return_exceptions=True,
         )
         seats: list[Seat] = []

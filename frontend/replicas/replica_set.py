@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from sidestep.frontend.output.output_processor import OutputProcessor
@@ -117,11 +118,12 @@ class ReplicaSet(Membership):
         self._retired: list[EngineClient] = []
         """The clients of cores that have died, whose processes may still be ending."""
         self._closed = False
+        self._asked = Counter()
         self._watchers: set[asyncio.Future[None]] = set()
         """Futures of the tasks that wait for a replica to serve, or for the engine's death."""
         self._watch = StallWatch(
             lambda replica: self._clients[replica].ping(),
-            lambda: self._requests.busy,
+            lambda: self._requests.busy | self._owing,
             self._on_stall,
             lambda replica, cause: self._clients[replica].kill(self._ready[replica], cause),
             CpuWorkers(self._ready, self._core_of, config.placement.placer == "local").compute,

@@ -1,4 +1,4 @@
-"""The watch for replicas that make no progress while requests wait: a hung core or worker.
+"""The watch for replicas that make no progress while somebody waits: a hung core or worker.
 
 A replica that sends tokens makes progress. The watch asks a silent replica: its core answers in
 microseconds, with the time for which its steps in flight have had no output. The watch counts its
@@ -8,7 +8,7 @@ frontend that was delayed itself suspects no replica.
 A core that stays silent for the limit is ended, by the frontend that owns it. Workers that hang
 under a core that answers are the core's to end (engine_core/progress.py).
 
-The watch asks nothing of an engine without requests, so such an engine stays asleep.
+The watch asks nothing of an engine without requests and questions, so such an engine stays asleep.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class CpuWorkers:
 
 
 class StallWatch:
-    """The watch of the replicas that have requests.
+    """The watch of the replicas that have requests or questions.
 
     All methods belong to the event loop's thread.
     """
@@ -103,11 +103,11 @@ class StallWatch:
     ) -> None:
         """Watch no replica yet.
 
-        ping: asks a replica. busy: returns the replicas with requests in flight. on_change: called
-        with the reason when a replica stalls, and with None when it makes progress again. end:
-        called with the cause when a core has been silent for `limit_s` seconds; 0 for never.
-        computes: whether a replica's workers have computed since the last call, so that the core
-        may be waiting for them.
+        ping: asks a replica. busy: returns the replicas with requests or questions in flight.
+        on_change: called with the reason when a replica stalls, and with None when it makes
+        progress again. end: called with the cause when a core has been silent for `limit_s`
+        seconds; 0 for never. computes: whether a replica's workers have computed since the last
+        call, so that the core may be waiting for them.
         """
         self._end, self._computes, self._limit_s = end, computes, limit_s
         self._ping = ping
@@ -139,7 +139,7 @@ class StallWatch:
         return min(TURN_S, self._limit_s / _LEAST_TURNS or TURN_S)
 
     def wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to watch: there are requests in flight."""
+        """Begin to watch: there are requests or questions in flight."""
         if self._timer is None and not loop.is_closed():
             self._timer = loop.call_later(self._turn_s, self._turn)
 

@@ -6,13 +6,13 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import psutil
 import pytest
 
-from sidestep import AsyncLLM, EngineStalledError, SamplingParams
+from sidestep import AsyncLLM, EngineDeadError, EngineStalledError, SamplingParams
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.frontend.replicas import restart_budget
 from sidestep.ipc.params.sampling_params import RequestOutputKind
@@ -94,6 +94,47 @@ async def test_a_core_that_hangs_without_requests_is_found_by_a_question(make_ll
         while not llm.recovery.restarts:
             await asyncio.sleep(0.01)
         assert await tokens_of(llm, [5, 6], 3, 9) == expected_tokens([5, 6], 9, 3, vocab)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [AsyncLLM.invite, AsyncLLM.reset_prefix_cache, AsyncLLM.get_memory_use],
+    ids=lambda f: f.__name__,
+)
+async def test_a_question_without_a_limit_ends_with_the_core_that_hangs(
+    make_llm: MakeLLM, ask: Callable[[AsyncLLM], Awaitable[object]]
+) -> None:
+    llm = make_llm(stall_limit=STALL_S, restart_limit=0)
+    os.kill(llm.core_pid, signal.SIGSTOP)
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(EngineDeadError, match="the engine core has not answered"):
+            await ask(llm)
+
+
+async def test_a_core_that_hangs_before_it_serves_a_guest_is_replaced(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner has no requests: it waits for the guest's seat alone."""
+    llm = make_llm(fake_step_ms=5.0, stall_limit=STALL_S)
+    vocab, guests = llm.get_tokenizer().vocab_size, llm._replicas._guests
+    guest, give_seats = AsyncLLM.join(await llm.invite()), guests.back
+
+    def hang(replica: int) -> None:
+        monkeypatch.setattr(guests, "back", give_seats)
+        os.kill(llm.core_pid, signal.SIGSTOP)
+        give_seats(replica)
+
+    try:
+        await tokens_of(guest, [7], 0, 1)
+        monkeypatch.setattr(guests, "back", hang)
+        os.kill(llm.core_pid, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            while not guest.replicas[0].restarting:
+                await asyncio.sleep(0.001)
+            assert await tokens_of(guest, [5, 6], 3, 9) == expected_tokens([5, 6], 9, 3, vocab)
+        assert llm.recovery.restarts == {"core": 1, "stall": 1}
+    finally:
+        guest.shutdown()
 
 
 async def test_the_owner_ends_a_core_that_answers_none_of_its_guests(make_llm: MakeLLM) -> None:
