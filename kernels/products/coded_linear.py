@@ -1,8 +1,8 @@
 """x W^T + b on a GPU where W is in 8 or 4 bits, with the operations around it in a layer.
 
-W stays in its codes. Up to MAX_ROWS rows, where reading W is most of the
-work, a row's bits do not depend on the number of rows: the tile of W and the number of programs
-that share it follow from W's size alone, and the next norm is always begun.
+W stays in its codes. Up to MAX_ROWS rows, where reading W is most of the work, a row's bits do not
+depend on the number of rows: the number of programs that share a tile of W follows from W's size
+alone, the height of a tile changes no bits, and the next norm is always begun.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _LEAST_ROWS = 16
 """Least number of rows of x of a program; fewer are filled up."""
 _MOST_FUSED = 32
 """Rows up to which a product ends in the activation: for more, a thread has too few registers."""
-_LEAST_TALL = 1536
-"""Columns of a program from which on it has two tiles of W with more rows of x than that: each
-program reads x from L2, which takes as long as the codes."""
+_TALL = range(1536, (16 << 10) + 1)
+"""Columns of a program that has two tiles of W, for more rows than that: each reads x from L2, as
+slowly as the codes come. Scales of more columns do not fit."""
 _MOST_UNSCALED, _SMALL = 2048, 32 << 20
 """Rows up to which the library is faster without scales, which the next kernel then applies, and
 numbers of a matrix up to which it is so for any number of rows."""
@@ -151,7 +151,7 @@ def _streamed_config(
     least = -(-_LEAST_STEPS[width] // (2 if _in_one_row(matrix, gated, _SHORT) else 1))
     split = split_of(outputs * (1 + gated), inputs, 4 * processors, width, least)
     # The split follows from W's size alone, but a program of many rows does not have the pair.
-    few, tall = tokens <= _MOST_FUSED, inputs // split >= _LEAST_TALL
+    few, tall = tokens <= _MOST_FUSED, inputs // split in _TALL
     tiles = 1 + (gated if few else tall)
     stage = _BLOCK_N * tiles * 128 + padded(tokens) * width * matrix.dtype.itemsize
     room = _SHARE * tiles - _BLOCK_N * tiles * scale_bytes(inputs, split, matrix)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.gpu import Gpu, like_gpu
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, Stream
 from sidestep.kernels.ops.silu_mul import computed
 from sidestep.kernels.products.coded_linear import (
@@ -16,11 +17,17 @@ from sidestep.kernels.products.coded_linear import (
     choose,
     coded_gated_linear,
     coded_linear,
+    scale_bytes,
     split_of,
 )
 from sidestep.kernels.products.coded_linear_triton import CodedConfig
 from sidestep.kernels.products.own_linear import add_own_linear, own_linear
-from sidestep.kernels.products.streamed_config import OneRowConfig, StreamedConfig, WideConfig
+from sidestep.kernels.products.streamed_config import (
+    OneRowConfig,
+    StreamedConfig,
+    WideConfig,
+    padded,
+)
 from sidestep.kernels.quantized import clustered_codes
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.decode_matrix_triton import decode_matrix
@@ -45,6 +52,21 @@ SMALL = CodedConfig(64, 16, num_stages=2)
 SPLIT = replace(SMALL, split=2)
 CHANNEL = Form("fp8", WHOLE)
 HALF = torch.float16 if INTERPRETED else torch.bfloat16
+
+
+def without_memory(outputs: int, inputs: int) -> DeviceMatrix:
+    """Return a matrix of 4 bits in groups of 128 columns, on the device `meta`."""
+    scales = torch.empty(outputs, inputs // 128, device="meta")
+    return DeviceMatrix.of(
+        CodedMatrix(
+            kind="int4",
+            codes=torch.empty(outputs, inputs // 2, dtype=torch.uint8, device="meta"),
+            scales=scales,
+            group=(1, 128),
+            dtype=torch.bfloat16,
+            zeros=scales.to(torch.uint8),
+        )
+    )
 
 
 def on_device(matrix: CodedMatrix) -> DeviceMatrix:
@@ -230,6 +252,23 @@ def test_many_rows(config: WideConfig, form: Form, add: bool) -> None:
         assert_margins_untouched(whole)
         # Scales of groups are rounded to 16 bits, and so are the numbers.
         assert_close(out, expected, 8)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 32, 33, 64])
+def test_rings_and_scales_fit_into_shared_memory(rows: int, gated: bool) -> None:
+    with like_gpu(Gpu(90, 132), "meta"):
+        for inputs in (1024, 1536, 4096, 14336, 16384, 16640, 28672 if gated else 49152):
+            for outputs in (1024, 4096, 14336, 40960):
+                matrix = without_memory(outputs * (1 + gated), inputs)
+                config = choose(rows, matrix, gated)
+                if isinstance(config, OneRowConfig):
+                    continue
+                assert isinstance(config, StreamedConfig)
+                tiles = 1 + (gated and rows <= 32)
+                step = config.block_n * tiles * 128 + padded(rows) * config.block_k * 2
+                scales = config.block_n * tiles * scale_bytes(inputs, config.split, matrix)
+                assert config.stages * step + scales <= 226 << 10, (outputs, inputs, config)
 
 
 @needs_gpu
