@@ -16,6 +16,7 @@ from sidestep import AsyncLLM, EngineDeadError, EngineStalledError, SamplingPara
 from sidestep.executor.runner.fake import expected_tokens
 from sidestep.frontend.replicas import restart_budget
 from sidestep.ipc.params.sampling_params import RequestOutputKind
+from sidestep.ipc.transport.messages import Answer
 from tests.waiting import until_idle, until_stats
 
 MakeLLM = Callable[..., AsyncLLM]
@@ -109,6 +110,27 @@ async def test_a_question_without_a_limit_ends_with_the_core_that_hangs(
     async with asyncio.timeout(LIMIT_S):
         with pytest.raises(EngineDeadError, match="the engine core has not answered"):
             await ask(llm)
+
+
+async def test_a_call_that_takes_longer_than_the_limit_ends_no_core(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core answers while it waits for a worker, here for at least the turns of two limits."""
+    llm = make_llm(stall_limit=STALL_S)
+    await tokens_of(llm, [5], 0, 1)
+    before, client = llm.pids, llm._replicas._clients[0]
+    ping, turns = client.ping, iter(range(16))
+
+    def count() -> asyncio.Future[Answer]:
+        if next(turns, None) is None:
+            os.kill(before["worker_0"], signal.SIGCONT)
+        return ping()
+
+    monkeypatch.setattr(client, "ping", count)
+    os.kill(before["worker_0"], signal.SIGSTOP)
+    async with asyncio.timeout(LIMIT_S):
+        assert await llm.get_memory_use()
+    assert llm.pids == before and not llm.recovery.restarts
 
 
 async def test_a_core_that_hangs_before_it_serves_a_guest_is_replaced(
