@@ -113,7 +113,7 @@ class CoreQuestions(abc.ABC):
         answers = await asyncio.gather(
             *(
                 self._answer(
-                    replica, self._clients[replica].ask(method, limit=limit, timeout_s=timeout_s)
+                    replica, lambda core: core.ask(method, limit=limit, timeout_s=timeout_s)
                 )
                 for replica in asked
             ),
@@ -148,7 +148,7 @@ class CoreQuestions(abc.ABC):
         asked = self._alive.copy()
         answers = await asyncio.gather(
             *(
-                self._answer(replica, self._clients[replica].call_workers(call, wait_s))
+                self._answer(replica, lambda core: core.call_workers(call, wait_s))
                 for replica in asked
             ),
             return_exceptions=True,
@@ -262,12 +262,12 @@ class CoreQuestions(abc.ABC):
         if replica in self._alive and not self._closed:
             self._watch.suspect(replica)
 
-    async def _answer(self, replica: int, answer: Awaitable[_T]) -> _T:
+    async def _answer(self, replica: int, ask: Callable[[EngineClient], Awaitable[_T]]) -> _T:
         """Return a replica's answer, and watch the replica until it comes: its core may hang."""
         self._asked[replica] += 1
         self._watch.wake(asyncio.get_running_loop())
         try:
-            return await answer
+            return await ask(self._clients[replica])
         finally:
             self._asked[replica] -= 1
 
@@ -277,7 +277,7 @@ class CoreQuestions(abc.ABC):
         return {replica for replica in self._alive if self._asked[replica]}
 
     async def _connect(self, replica: int, address: ClientAddress) -> int:
-        return await self._answer(replica, self._clients[replica].connect(address))
+        return await self._answer(replica, lambda core: core.connect(address))
 
     async def seats(self, addresses: Mapping[int, ClientAddress]) -> tuple[Seat, ...]:
         """Let the replicas serve another frontend too, and return its seats.
