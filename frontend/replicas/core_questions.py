@@ -100,23 +100,16 @@ class CoreQuestions(abc.ABC):
                     raise
         raise EngineDeadError(self.named(replica, self._dead[replica]))
 
-    async def ask_all(
-        self, method: str, *, limit: int | None = None, timeout_s: float | None = None
-    ) -> dict[int, Answer]:
+    async def ask_all(self, method: str) -> dict[int, Answer]:
         """Ask the busy loops of all live replicas, and return their answers by replica.
 
         The call waits until a replica serves. A replica that dies meanwhile is left out. Raises
-        EngineDeadError if all have died; TimeoutError, which names the replica.
+        EngineDeadError if all have died.
         """
         await self.wait_serving()
         asked = self._alive.copy()
         answers = await asyncio.gather(
-            *(
-                self._answer(
-                    replica, lambda core: core.ask(method, limit=limit, timeout_s=timeout_s)
-                )
-                for replica in asked
-            ),
+            *(self._answer(replica, lambda core: core.ask(method)) for replica in asked),
             return_exceptions=True,
         )
         found: dict[int, Answer] = {}
@@ -126,8 +119,6 @@ class CoreQuestions(abc.ABC):
                 found[replica] = answer
             elif isinstance(answer, EngineDeadError):
                 died = answer
-            elif isinstance(answer, TimeoutError):
-                raise TimeoutError(self.named(replica, "the engine core"))
             else:
                 raise answer
         if not found and died is not None:
