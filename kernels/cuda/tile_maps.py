@@ -67,7 +67,8 @@ def box_map(x: Tensor, counts: tuple[int, ...], row_bytes: int) -> TileMap:
 @functools.lru_cache(maxsize=1 << 14)
 def _aligned(arguments: Arguments) -> TileMap:
     """Return a descriptor whose memory is aligned. arguments: as for `encoded`."""
-    made = encoded(arguments, L2_256)
+    # An H200 reads 10% less where L2 asks for 256 bytes.
+    made = encoded(arguments, L2_128)
     if made is None:
         raise RuntimeError(f"the driver makes no descriptor of tiles: {arguments}")
     memory = (ctypes.c_ubyte * (2 * BYTES))()

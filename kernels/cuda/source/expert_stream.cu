@@ -7,8 +7,8 @@
 // wait until the inner values of their pairs are complete. All blocks run at once, and whoever waits
 // waits for items that others have taken before.
 //
-// One warp loads matrices by the copy engine, in units of 128 rows and 128 bytes of each, into a
-// ring. Two warps copy the inputs of the pairs into another one, 128 bytes of each. Two warpgroups
+// One warp loads matrices by the copy engine, in units of 64 rows and 256 bytes of each, into a
+// ring. Two warps copy the inputs of the pairs into another one, 256 bytes of each. Two warpgroups
 // multiply in turn, an item each, so one writes its results while the other goes on. The matrix is
 // the first operand of the tensor cores, so there may be few pairs.
 //
@@ -19,15 +19,17 @@
 #include "expert_results.cuh"
 #include "wgmma.cuh"
 
-constexpr int ROWS = 128, ROW_BYTES = 128, STEP = 64;
-constexpr int W_BYTES = ROWS * ROW_BYTES, X_BYTES = PAIRS * ROW_BYTES;
+// Rows of an item and of a unit, and columns of a step: two boxes of 128 bytes a row.
+constexpr int ROWS = 128, UNIT_ROWS = 64, STEP = 128, BOX = 64, BOX_BYTES = 128;
+constexpr int W_BOX = UNIT_ROWS * BOX_BYTES, X_BOX = PAIRS * BOX_BYTES;
+constexpr int W_BYTES = 2 * W_BOX, X_BYTES = 2 * X_BOX;
 // Sums of a thread, of 64 rows of a matrix.
 constexpr int SUMS = PAIRS / 2;
 // Warps that multiply, and that copy; items that are known ahead.
 constexpr int MULTIPLYING = 8, COPYING = 2, QUEUE = 4;
 // Registers of a thread that loads, and of one that multiplies.
 constexpr int LOADING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
-// Threads that copy inputs. Eight copy 128 bytes of a row, and each has some of the rows.
+// Threads that copy inputs. Eight copy a box's bytes of a row, and each has some of the rows.
 constexpr int COPIERS = 32 * COPYING, BESIDE = COPIERS / 8, EACH = PAIRS / BESIDE;
 
 struct Sizes {
@@ -122,7 +124,9 @@ struct Rings {
         const u32 full = w_full + 8 * w_at.slot;
         barrier_wait(w_empty + 8 * w_at.slot, w_at.phase ^ 1);
         barrier_expect(full, W_BYTES);
-        load_tile_by(map, w + w_at.slot * W_BYTES, full, step * STEP, row, once);
+        const u32 target = w + w_at.slot * W_BYTES;
+        load_tile_by(map, target, full, step * STEP, row, once);
+        load_tile_by(map, target + W_BOX, full, step * STEP + BOX, row, once);
         w_at.next();
     }
 
@@ -141,25 +145,29 @@ struct Rings {
     // Goes over an item of the other warpgroup.
     __device__ __forceinline__ void pass(const Item& item, const Sizes& sizes) {
         const int steps = steps_of(item.is_down ? sizes.inner_width : sizes.width);
-        x_at.skip(steps), w_at.skip(item.is_down ? steps : 2 * steps);
+        x_at.skip(steps), w_at.skip((item.is_down ? 2 : 4) * steps);
     }
 
-    // Adds the product of the next unit and inputs to the sums of its two halves.
+    // Adds the products of the next two units and inputs to the sums of each.
     __device__ __forceinline__ void add(float (&sum)[2][SUMS], u32 inputs, bool more) {
+        add_unit(sum[0], inputs, more), add_unit(sum[1], inputs, more);
+    }
+
+    __device__ __forceinline__ void add_unit(float (&sum)[SUMS], u32 inputs, bool more) {
         barrier_wait(w_full + 8 * w_at.slot, w_at.phase);
         const u64 matrix = rows_of_128(w + w_at.slot * W_BYTES), pairs = rows_of_128(inputs);
-        hold(sum[0]), hold(sum[1]);
+        hold(sum);
         wgmma_fence();
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int box = 0; box < 2; box++)
 #pragma unroll
             for (int k = 0; k < 4; k++)
                 multiply(
-                    sum[half], matrix + half * (W_BYTES / 2 >> 4) + 2 * k, pairs + 2 * k,
-                    more || k > 0);
+                    sum, matrix + box * (W_BOX >> 4) + 2 * k, pairs + box * (X_BOX >> 4) + 2 * k,
+                    more || box > 0 || k > 0);
         wgmma_commit();
         wgmma_wait<0>();
-        hold(sum[0]), hold(sum[1]);
+        hold(sum);
         if (threadIdx.x % 32 == 0) barrier_arrive_here(w_empty + 8 * w_at.slot);
         w_at.next();
     }
@@ -179,13 +187,17 @@ __device__ __forceinline__ void load_matrices(
         const int expert = given.experts[item.tile];
         if (item.is_down) {
             const int row = expert * sizes.width + item.column;
-            for (int step = 0; step < steps_of(sizes.inner_width); step++)
+            for (int step = 0; step < steps_of(sizes.inner_width); step++) {
                 rings.load_w(down, step, row, once);
+                rings.load_w(down, step, row + UNIT_ROWS, once);
+            }
         } else {
             const int row = 2 * expert * sizes.inner_width + item.column;
             for (int step = 0; step < steps_of(sizes.width); step++) {
                 rings.load_w(gate_up, step, row, once);
+                rings.load_w(gate_up, step, row + UNIT_ROWS, once);
                 rings.load_w(gate_up, step, row + sizes.inner_width, once);
+                rings.load_w(gate_up, step, row + sizes.inner_width + UNIT_ROWS, once);
             }
         }
         index = later;
@@ -204,7 +216,7 @@ __device__ __forceinline__ int acquired(const int* place) {
 __device__ __forceinline__ void copy_inputs(
     Rings& rings, const Operands& given, const Sizes& sizes, const Work& work) {
     const int thread = threadIdx.x % COPIERS, piece = thread % 8, first = thread / 8;
-    const u32 place = first * ROW_BYTES + ((piece ^ first) << 4);
+    const u32 place = first * BOX_BYTES + ((piece ^ first) << 4);
     for (int index = rings.pop(); index < work.items; index = rings.pop()) {
         const Item item = work.item(index);
         const int width = item.is_down ? sizes.inner_width : sizes.width;
@@ -223,15 +235,19 @@ __device__ __forceinline__ void copy_inputs(
             named_sync<COPIERS>(3);
         }
         for (int step = 0; step < steps_of(width); step++) {
-            const int slot = rings.x_at.slot, column = step * STEP + piece * 8;
-            const u32 target = rings.x + slot * X_BYTES + place;
+            const int slot = rings.x_at.slot;
             barrier_wait(rings.x_empty + 8 * slot, rings.x_at.phase ^ 1);
 #pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (source[i])
-                    copy_16(
-                        target + i * BESIDE * ROW_BYTES, source[i] + (column < width ? column : 0),
-                        column < width ? 16 : 0);
+            for (int box = 0; box < 2; box++) {
+                const u32 target = rings.x + slot * X_BYTES + box * X_BOX + place;
+                const int column = step * STEP + box * BOX + piece * 8;
+#pragma unroll
+                for (int i = 0; i < EACH; i++)
+                    if (source[i])
+                        copy_16(
+                            target + i * BESIDE * BOX_BYTES,
+                            source[i] + (column < width ? column : 0), column < width ? 16 : 0);
+            }
             arrive_when_copied(rings.x_full + 8 * slot);
             rings.x_at.next();
         }
