@@ -7,10 +7,11 @@ kernel here, in Triton or in CUDA C++, keeps these rules, so that PDL changes no
   Weights, which no kernel writes, may be loaded before it.
 - A kernel *opens* when it lets the next one start (`gdc_launch_dependents`). Most open after their
   wait. So when the next one starts, all kernels but the one that has opened have ended.
-- Some kernels open before their wait (`@opens_early`): many of few rows, and the one before decode
-  attention of many rows. The kernel after such a one may start while several others still run, and
-  its weights, or keys of earlier steps, load as soon as there is room for them. When its own wait
-  ends, all kernels before it have ended all the same, since each of them has waited.
+- Some kernels open before their wait (`@opens_early`): many of few rows, the one before decode
+  attention of many rows, and those that choose experts and sort pairs. The kernel after such a one
+  may start while several others still run, and its weights, or keys of earlier steps, load as soon
+  as there is room for them. When its own wait ends, all kernels before it have ended all the same,
+  since each of them has waited.
 - Therefore a kernel may also read a step's tables before its wait, but only if a kernel that opens
   after its own wait lies between it and the kernel that completes them. The first kernels of a step
   complete its tables (kernels/triton/prepare_step_triton.py and `plan_attention`).

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
-from sidestep.kernels.launch_order import completes
+from sidestep.kernels.launch_order import completes, opens_early
 from sidestep.kernels.ops.routing import TINY, Routed, Undecided
 
 _MANY_ROWS, _TOGETHER = 4096, 4
@@ -62,6 +62,7 @@ def whole_product(
     return acc
 
 
+@opens_early
 @completes("ids")
 @triton.jit(do_not_specialize=["T", "first"])
 def _choose_experts(
@@ -100,8 +101,9 @@ def _choose_experts(
     number E. GATED: whether the product has a gate of that one behind the experts' logits.
     """
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        # Where the pairs are sorted next, the kernel behind asks for matrices before its own wait.
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = (rows < T)[:, None]
     experts = tl.arange(0, WIDTH)[None, :]

@@ -32,7 +32,10 @@ memory is faster with 256 bytes of a row at once."""
 _X_STAGES = 4
 """Steps of inputs that are loading at once."""
 _SHARED = 224 << 10
-"""Shared memory of a block."""
+"""Shared memory of a block at most."""
+_MOST_AHEAD, _STAGES_AHEAD = 32, 8
+"""Pairs of a tile up to which a block starts while pairs are still being sorted, and the units that
+it has then. Sums of more pairs take too many registers."""
 _THREADS = 384
 
 
@@ -47,9 +50,25 @@ class Form:
     chosen: int
     activation: Activation
 
+    @property
+    def ahead(self) -> bool:
+        """Whether blocks start before the pairs are sorted."""
+        return self.pairs <= _MOST_AHEAD
+
+    @property
+    def stages(self) -> int:
+        """Units of matrices that are loading at once."""
+        room = (_SHARED // _STEP_BYTES - _X_STAGES * self.pairs) // _UNIT_ROWS
+        return _STAGES_AHEAD if self.ahead else room
+
+    @property
+    def shared(self) -> int:
+        """Bytes of the rings."""
+        return (self.stages * _UNIT_ROWS + _X_STAGES * self.pairs) * _STEP_BYTES
+
 
 class _Sizes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int) for name in ("pairs", "width", "inner_width"))
+    _fields_ = tuple((name, ctypes.c_int) for name in ("pairs", "width", "inner_width", "experts"))
 
 
 class _Operands(ctypes.Structure):
@@ -73,15 +92,16 @@ def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
     options = options_of(form.dtype, form.activation, form.chosen, bias=form.bias) | {
         "PAIRS": form.pairs,
-        "W_STAGES": (_SHARED // _STEP_BYTES - _X_STAGES * form.pairs) // _UNIT_ROWS,
+        "AHEAD": int(form.ahead),
+        "W_STAGES": form.stages,
         "X_STAGES": _X_STAGES,
     }
     instruction = wgmma_source(form.pairs, kind_of(form.dtype), 16)
     return cubin("expert_stream", options, {"wgmma.cuh": instruction})
 
 
-def _kernel(file: Path, _: Form) -> Kernel:
-    return Kernel(file, "expert_stream", threads=_THREADS, shared=_SHARED)
+def _kernel(file: Path, form: Form) -> Kernel:
+    return Kernel(file, "expert_stream", threads=_THREADS, shared=form.shared)
 
 
 _KERNELS = Kernels(compiled, _kernel)
@@ -119,7 +139,7 @@ def multiply_streamed(
             tile_map(gate_up.values.view(-1, width), _UNIT_ROWS, _BOX_BYTES),
             tile_map(down.values.view(-1, inner_width), _UNIT_ROWS, _BOX_BYTES),
             _Operands(*addresses),
-            _Sizes(rows * chosen, width, inner_width),
+            _Sizes(rows * chosen, width, inner_width, down.num_experts),
         ],
     )
     return results

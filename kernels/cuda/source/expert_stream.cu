@@ -12,29 +12,39 @@
 // multiply in turn, an item each, so one writes its results while the other goes on. The matrix is
 // the first operand of the tensor cores, so there may be few pairs.
 //
+// With AHEAD, blocks start while the pairs are still being sorted, and fill their rings as if the
+// first experts had a tile each, which they mostly have. A block whose first item is another one
+// drops these units. To start then, it leaves registers and shared memory to the kernels before it.
+//
 // The compiler is given: HALF (0: bfloat16, 1: float16), GELU, CLAMPED with ALPHA and LIMIT,
-// WITH_BIAS, CHOSEN (experts of a token), PAIRS (of a tile), W_STAGES, X_STAGES.
+// WITH_BIAS, CHOSEN (experts of a token), PAIRS (of a tile), AHEAD, W_STAGES, X_STAGES.
 #define GATED 1
 #define ROW_SCALES 0
 #include "expert_results.cuh"
 #include "wgmma.cuh"
 
-// Rows of an item and of a unit, and columns of a step: two boxes of 128 bytes a row.
-constexpr int ROWS = 128, UNIT_ROWS = 64, STEP = 128, BOX = 64, BOX_BYTES = 128;
+// Rows of an item and of a unit, and units of a step of gate and up.
+constexpr int ROWS = 128, UNIT_ROWS = 64, UNITS = 2 * ROWS / UNIT_ROWS;
+// Columns of a step, which are two boxes of 128 bytes a row.
+constexpr int STEP = 128, BOX = 64, BOX_BYTES = 128;
 constexpr int W_BOX = UNIT_ROWS * BOX_BYTES, X_BOX = PAIRS * BOX_BYTES;
 constexpr int W_BYTES = 2 * W_BOX, X_BYTES = 2 * X_BOX;
 // Sums of a thread, of 64 rows of a matrix.
 constexpr int SUMS = PAIRS / 2;
 // Warps that multiply, and that copy; items that are known ahead.
 constexpr int MULTIPLYING = 8, COPYING = 2, QUEUE = 4;
+// The threads of a block, and those for which the compiler shares out a processor's registers.
+constexpr int THREADS = 384, THREADS_WITH_ROOM = AHEAD ? 512 : THREADS;
 // Registers of a thread that loads, and of one that multiplies.
-constexpr int LOADING_REGISTERS = 40, MULTIPLYING_REGISTERS = 232;
+constexpr int LOADING_REGISTERS = 40, MULTIPLYING_REGISTERS = AHEAD ? 168 : 232;
+// What blocks do in place of an item, to drop what they have loaded ahead.
+constexpr int DROP = -1;
 // Threads that copy inputs. Eight copy a box's bytes of a row, and each has some of the rows.
 constexpr int COPIERS = 32 * COPYING, BESIDE = COPIERS / 8, EACH = PAIRS / BESIDE;
 
 struct Sizes {
-    // Pairs; numbers of a row of x, and of inner values.
-    int pairs, width, inner_width;
+    // Pairs; numbers of a row of x, and of inner values; experts.
+    int pairs, width, inner_width, experts;
 };
 
 struct Operands {
@@ -52,11 +62,15 @@ struct Item {
     int tile, column;
 };
 
+__device__ __forceinline__ int gate_parts_of(const Sizes& sizes) {
+    return (sizes.inner_width + ROWS - 1) / ROWS;
+}
+
 struct Work {
     int gate_parts, down_parts, gate_items, items;
 
     __device__ __forceinline__ Work(const Sizes& sizes, int used) {
-        gate_parts = (sizes.inner_width + ROWS - 1) / ROWS;
+        gate_parts = gate_parts_of(sizes);
         down_parts = (sizes.width + ROWS - 1) / ROWS;
         gate_items = used * gate_parts, items = gate_items + used * down_parts;
     }
@@ -130,6 +144,24 @@ struct Rings {
         w_at.next();
     }
 
+    // Loads the units of gate and of up of a step, from these rows of a gate on.
+    __device__ __forceinline__ void load_gate_and_up(
+        const TileMap* map, int step, int row, const Sizes& sizes, u64 once) {
+        for (int first : {row, row + sizes.inner_width}) {
+            load_w(map, step, first, once);
+            load_w(map, step, first + UNIT_ROWS, once);
+        }
+    }
+
+    // Goes over units that nobody multiplies.
+    __device__ __forceinline__ void drop(int units) {
+        for (int i = 0; i < units; i++) {
+            barrier_wait(w_full + 8 * w_at.slot, w_at.phase);
+            if (threadIdx.x % 32 == 0) barrier_arrive_here(w_empty + 8 * w_at.slot);
+            w_at.next();
+        }
+    }
+
     // Waits for inputs, which threads copied and the tensor cores read. Returns where they are.
     __device__ __forceinline__ u32 wait_x() {
         barrier_wait(x_full + 8 * x_at.slot, x_at.phase);
@@ -145,7 +177,7 @@ struct Rings {
     // Goes over an item of the other warpgroup.
     __device__ __forceinline__ void pass(const Item& item, const Sizes& sizes) {
         const int steps = steps_of(item.is_down ? sizes.inner_width : sizes.width);
-        x_at.skip(steps), w_at.skip((item.is_down ? 2 : 4) * steps);
+        x_at.skip(steps), w_at.skip((item.is_down ? UNITS / 2 : UNITS) * steps);
     }
 
     // Adds the products of the next two units and inputs to the sums of each.
@@ -175,11 +207,27 @@ struct Rings {
 
 // ---- The warp that loads matrices ----
 
+// Steps of the first item that are loaded ahead.
+__device__ __forceinline__ int steps_ahead(const Sizes& sizes) {
+    return AHEAD ? min(W_STAGES / UNITS, steps_of(sizes.width)) : 0;
+}
+
 __device__ __forceinline__ void load_matrices(
     Rings& rings, const TileMap* gate_up, const TileMap* down, const Operands& given,
-    const Sizes& sizes, const Work& work) {
+    const Sizes& sizes) {
     const u64 once = read_once();
     int index = blockIdx.x;
+    const int parts = gate_parts_of(sizes), guess = index / parts;
+    int ahead = guess < sizes.experts ? steps_ahead(sizes) : 0;
+    for (int step = 0; step < ahead; step++)
+        rings.load_gate_and_up(
+            gate_up, step, 2 * guess * sizes.inner_width + index % parts * ROWS, sizes, once);
+    wait_for_kernels_before();
+    const Work work(sizes, *given.used);
+    if (ahead && (index >= work.gate_items || given.experts[guess] != guess)) {
+        rings.push(DROP);
+        ahead = 0;
+    }
     while (index < work.items) {
         rings.push(index);
         const int later = gridDim.x + atomicAdd(given.progress, 1);
@@ -193,14 +241,10 @@ __device__ __forceinline__ void load_matrices(
             }
         } else {
             const int row = 2 * expert * sizes.inner_width + item.column;
-            for (int step = 0; step < steps_of(sizes.width); step++) {
-                rings.load_w(gate_up, step, row, once);
-                rings.load_w(gate_up, step, row + UNIT_ROWS, once);
-                rings.load_w(gate_up, step, row + sizes.inner_width, once);
-                rings.load_w(gate_up, step, row + sizes.inner_width + UNIT_ROWS, once);
-            }
+            for (int step = ahead; step < steps_of(sizes.width); step++)
+                rings.load_gate_and_up(gate_up, step, row, sizes, once);
         }
-        index = later;
+        index = later, ahead = 0;
     }
     rings.push(work.items);
 }
@@ -214,10 +258,13 @@ __device__ __forceinline__ int acquired(const int* place) {
 }
 
 __device__ __forceinline__ void copy_inputs(
-    Rings& rings, const Operands& given, const Sizes& sizes, const Work& work) {
+    Rings& rings, const Operands& given, const Sizes& sizes) {
+    wait_for_kernels_before();
+    const Work work(sizes, *given.used);
     const int thread = threadIdx.x % COPIERS, piece = thread % 8, first = thread / 8;
     const u32 place = first * BOX_BYTES + ((piece ^ first) << 4);
     for (int index = rings.pop(); index < work.items; index = rings.pop()) {
+        if (index == DROP) continue;
         const Item item = work.item(index);
         const int width = item.is_down ? sizes.inner_width : sizes.width;
         const u16* source[EACH];
@@ -363,7 +410,28 @@ __device__ __forceinline__ void multiply_item(
     tell(given.progress + 1 + item.tile);
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) expert_stream(
+// Multiplies every second item, and goes over those of the other warpgroup.
+__device__ __forceinline__ void multiply_items(
+    Rings& rings, const Operands& given, const Sizes& sizes) {
+    wait_for_kernels_before();
+    let_next_kernel_start();
+    const Work work(sizes, *given.used);
+    bool own = threadIdx.x < 128;
+    if (!own) let_other_multiply();
+    for (int index = rings.pop(); index < work.items; index = rings.pop(), own = !own) {
+        if (index == DROP) {
+            const int units = UNITS * steps_ahead(sizes);
+            if (own) wait_for_turn(), rings.drop(units), let_other_multiply();
+            else rings.w_at.skip(units);
+            continue;
+        }
+        const Item item = work.item(index);
+        if (own) multiply_item(rings, item, given, sizes);
+        else rings.pass(item, sizes);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS_WITH_ROOM, 1) expert_stream(
     const __grid_constant__ TileMap gate_up, const __grid_constant__ TileMap down,
     const __grid_constant__ Operands given, const __grid_constant__ Sizes sizes) {
     extern __shared__ __align__(1024) char memory[];
@@ -372,23 +440,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) expert_stream(
     Rings rings(memory, barriers, queue);
     if (threadIdx.x == 0) rings.init();
     __syncthreads();
-    wait_for_kernels_before();
-    let_next_kernel_start();
-    const Work work(sizes, *given.used);
     const int warp = threadIdx.x / 32;
     if (warp < MULTIPLYING) {
         more_registers<MULTIPLYING_REGISTERS>();
-        bool own = warp < MULTIPLYING / 2;
-        if (!own) let_other_multiply();
-        for (int index = rings.pop(); index < work.items; index = rings.pop(), own = !own) {
-            const Item item = work.item(index);
-            if (own) multiply_item(rings, item, given, sizes);
-            else rings.pass(item, sizes);
-        }
+        multiply_items(rings, given, sizes);
     } else {
         fewer_registers<LOADING_REGISTERS>();
-        if (warp < MULTIPLYING + COPYING) copy_inputs(rings, given, sizes, work);
+        if (warp < MULTIPLYING + COPYING) copy_inputs(rings, given, sizes);
         else if (warp == MULTIPLYING + COPYING && threadIdx.x % 32 == 0)
-            load_matrices(rings, &gate_up, &down, given, sizes, work);
+            load_matrices(rings, &gate_up, &down, given, sizes);
     }
 }

@@ -216,12 +216,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) place_pairs(
     const int* ids, const int* counts, const __grid_constant__ Sorted out,
     const __grid_constant__ Sizes sizes) {
     extern __shared__ __align__(16) int memory[];
+    // The experts' stream asks for matrices before its own wait.
+    let_next_kernel_start();
     const int width = sizes.width(), begin = sizes.begin(), stop = sizes.stop();
     int *rows = memory, *sums = memory + ROWS * width;
     for (int i = threadIdx.x; i < ROWS * width; i += THREADS) rows[i] = 0;
     __syncthreads();
     wait_for_kernels_before();
-    let_next_kernel_start();
 
     const bool alone = counts == nullptr;
     add_pairs(ids, alone ? 0 : begin, alone ? sizes.pairs : stop, sizes, [&](int pair) {
