@@ -16,14 +16,15 @@ from tests.processes import cores
 from tests.server.live import LiveServer, raw_request, read_all, read_until, until
 
 Make = Callable[..., LiveServer]
-COUNT = 200
+COUNT = 800
+"""Tokens of a stream: as many that none has ended when a process is killed."""
 
 
-def stream_of(server: LiveServer, stack: ExitStack, prompt: list[int], count: int = COUNT) -> Any:
-    """Return the connection of a stream of `count` token ids."""
+def stream_of(server: LiveServer, stack: ExitStack, prompt: list[int]) -> Any:
+    """Return the connection of a stream of COUNT token ids."""
     body = {
         "prompt": prompt,
-        "max_tokens": count,
+        "max_tokens": COUNT,
         "ignore_eos": True,
         "stream": True,
         "seed": 5,
@@ -96,7 +97,7 @@ def test_streams_go_on_after_a_process_of_the_engine_is_stopped(
     server = make_server("--max-num-seqs", "4", "--stall-limit", "6", *options, step_ms=5)
     prompts = [[i % 5 + 1] * 20 + [i] for i in range(6)]
     with ExitStack() as stack:
-        streams = [stream_of(server, stack, prompt, 4 * COUNT) for prompt in prompts]
+        streams = [stream_of(server, stack, prompt) for prompt in prompts]
         server.until(lambda load: load["num_running"] == 4)
         (core,) = cores(server.process.pid)
         old = [core, *core.children()]
@@ -104,7 +105,7 @@ def test_streams_go_on_after_a_process_of_the_engine_is_stopped(
         until(lambda: server.http.get("/health").status_code == 503)
         answers = [read_all(stream) for stream in streams]
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert tokens_in(answer) == expected_tokens(prompt, 4 * COUNT, 5, 258)
+        assert tokens_in(answer) == expected_tokens(prompt, COUNT, 5, 258)
     until(lambda: serves(server))
     assert server.metrics()['sidestep:replica_restarts_total{cause="stall"}'] == 1
     assert not psutil.wait_procs(old, timeout=60)[1]
