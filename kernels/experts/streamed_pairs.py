@@ -66,6 +66,16 @@ class Form:
         """Bytes of the rings."""
         return (self.stages * _UNIT_ROWS + _X_STAGES * self.pairs) * _STEP_BYTES
 
+    @property
+    def options(self) -> dict[str, int | str]:
+        """Definitions that the compiler is given."""
+        return options_of(self.dtype, self.activation, self.chosen, bias=self.bias) | {
+            "PAIRS": self.pairs,
+            "AHEAD": int(self.ahead),
+            "W_STAGES": self.stages,
+            "X_STAGES": _X_STAGES,
+        }
+
 
 class _Sizes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int) for name in ("pairs", "width", "inner_width", "experts"))
@@ -90,14 +100,8 @@ class _Operands(ctypes.Structure):
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    options = options_of(form.dtype, form.activation, form.chosen, bias=form.bias) | {
-        "PAIRS": form.pairs,
-        "AHEAD": int(form.ahead),
-        "W_STAGES": form.stages,
-        "X_STAGES": _X_STAGES,
-    }
     instruction = wgmma_source(form.pairs, kind_of(form.dtype), 16)
-    return cubin("expert_stream", options, {"wgmma.cuh": instruction})
+    return cubin("expert_stream", form.options, {"wgmma.cuh": instruction})
 
 
 def _kernel(file: Path, form: Form) -> Kernel:

@@ -157,6 +157,7 @@ struct Rings {
     __device__ __forceinline__ void drop(int units) {
         for (int i = 0; i < units; i++) {
             barrier_wait(w_full + 8 * w_at.slot, w_at.phase);
+            __syncwarp();
             if (threadIdx.x % 32 == 0) barrier_arrive_here(w_empty + 8 * w_at.slot);
             w_at.next();
         }

@@ -38,6 +38,9 @@ inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 inline u32 __funnelshift_r(u32 low, u32 high, int shift) {
     return u32((u64(high) << 32 | low) >> shift);
 }
+template <class Value>
+inline Value __ldg(const Value* place) { return *place; }
+inline int atomicAdd(int* place, int more) { return (*place += more) - more; }
 inline u32 __byte_perm(u32 low, u32 high, u32 which) {
     const u64 both = u64(high) << 32 | low;
     u32 found = 0;

@@ -27,3 +27,23 @@ inline u32 subtracted(u32 two, u32 others) {
 }
 inline float divided(float a, float b) { return a / b; }
 inline float silu(float gate) { return rounded(divided(gate, 1.0f + __expf(-gate))); }
+u16 codes_of(float low, float high);  // no kernel here writes codes
+
+// Exchanges rows and columns of 8 x 8 numbers: a lane has two numbers of row lane / 4.
+inline u32 transposed(u32 word) {
+    u32 found = 0;
+    for (int half = 0; half < 2; half++) {
+        const int row = own_lane() % 4 * 2 + half, column = own_lane() / 4;
+        found |= (from_lane(word, row * 4 + column / 2) >> 16 * (column % 2) & 0xFFFF) << 16 * half;
+    }
+    return found;
+}
+inline uint2 four_columns(u32 first, u32 second) {
+    const int lane = own_lane(), quad = lane % 4, even = lane - quad + quad % 2 * 2;
+    u32 found[2];
+    for (int i = 0; i < 2; i++) {
+        const u32 low = from_lane(first, even + i), high = from_lane(second, even + i);
+        found[i] = quad < 2 ? low : high;
+    }
+    return {found[0], found[1]};
+}

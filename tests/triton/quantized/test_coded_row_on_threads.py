@@ -16,7 +16,8 @@ from sidestep.kernels.experts.row_form import NOTHING_BEHIND, Behind, Choosing, 
 from sidestep.kernels.ops.routing import Choice, Routed, choose_experts
 from sidestep.kernels.quantized.coded_matrix import CodedMatrix
 from sidestep.kernels.quantized.device_matrix import DeviceMatrix
-from tests.triton.cuda_on_threads.row_on_threads import Row, build, runs_here
+from tests.triton.cuda_on_threads.building import runs_here
+from tests.triton.cuda_on_threads.row_on_threads import Row, build
 from tests.triton.quantized import coded_matrices
 from tests.triton.quantized.coded_matrices import WHOLE, matrix_of
 from tests.triton.quantized.test_coded_experts import exact
