@@ -153,10 +153,14 @@ async def test_a_request_that_is_not_admitted_is_an_error_and_one_that_ends_earl
         }
         root, below = reasons["rejected",]
         assert root.status.status_code is StatusCode.ERROR and below == []
-        exporter.clear()
-        long = {**BODY, "max_tokens": 1000, "deadline_ms": 200}
-        assert (await client.post("/v1/completions", json=long)).status_code == 200
-        ((root, below),) = trees(exporter)
+        # A busy machine may not begin a request in time. All tokens take two seconds at least.
+        for deadline in (200, 400, 800, 1600):
+            exporter.clear()
+            long = {**BODY, "max_tokens": 1000, "deadline_ms": deadline}
+            assert (await client.post("/v1/completions", json=long)).status_code == 200
+            ((root, below),) = trees(exporter)
+            if len(below) > 1:
+                break
         assert [span.name for span in below] == PHASES
         assert root.attributes is not None and root.attributes[
             "gen_ai.response.finish_reasons"
