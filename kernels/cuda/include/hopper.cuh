@@ -6,6 +6,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
+#include "place.cuh"
+
 // A descriptor of tiles for the copy engine (CUtensorMap in the driver's reference).
 struct alignas(64) TileMap {
     char bytes[128];
@@ -67,22 +69,6 @@ __device__ __forceinline__ void named_arrive(int barrier) {
 }
 
 // ---- Shared memory ----
-
-// A slot of a ring in shared memory, and whether it is used for an odd time.
-template <int SLOTS>
-struct Place {
-    int slot = 0;
-    u32 phase = 0;
-
-    __device__ __forceinline__ void next() {
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
-    }
-
-    __device__ __forceinline__ void skip(int count) {
-        slot += count;
-        phase ^= slot / SLOTS & 1, slot %= SLOTS;
-    }
-};
 
 __device__ __forceinline__ uint4 four_words(u32 address) {
     uint4 found;

@@ -49,7 +49,7 @@ class _TileMap(ctypes.Structure):
 
 def build(form: Form, folder: Path) -> ctypes.CDLL:
     """Compile a form of the kernel for the CPU, in a folder."""
-    for name in ("expert_results.cuh", "activations.cuh"):
+    for name in ("expert_results.cuh", "activations.cuh", "place.cuh"):
         (folder / name).write_text((compiler._INCLUDE / name).read_text())
     kernel = with_bodies((compiler._SOURCE / "expert_stream.cu").read_text(), BODIES)
     return compiled(folder, with_shared_memory(kernel) + LAUNCH, form.options)

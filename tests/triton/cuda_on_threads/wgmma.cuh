@@ -3,23 +3,10 @@
 // pattern, of bfloat16. A product reads its operands when a thread waits for it, as late as it may.
 #pragma once
 #include "numbers.cuh"
+#include "place.cuh"
 
 #include <deque>
 #include <initializer_list>
-
-template <int SLOTS>
-struct Place {
-    int slot = 0;
-    u32 phase = 0;
-
-    void next() {
-        if (++slot == SLOTS) slot = 0, phase ^= 1;
-    }
-    void skip(int count) {
-        slot += count;
-        phase ^= slot / SLOTS & 1, slot %= SLOTS;
-    }
-};
 
 template <int COUNT>
 inline void more_registers() {}
