@@ -47,7 +47,7 @@ class DecodeScratch:
             return
         heads = num_heads, num_kv_heads, head_dim
         if config.tile == TILE:
-            self.hopper = HopperScratch.of(*heads, max_rows, device)
+            self.hopper = HopperScratch.of(*heads, device)
         if config.few is not None and has_pdl(device):
             self.few = FewScratch(*heads, device, config.few)
 

@@ -29,6 +29,8 @@ _MOST_GROUP = 16
 _THREADS = 64
 _QUEUE = 2
 """Rows whose queries wait in shared memory."""
+_NOT_THERE = -1
+"""A word of a part that no block has left."""
 _SHARED, _BESIDE = 226 << 10, 2 << 10
 """Shared memory of a processor, and what a block takes beside its rings."""
 
@@ -86,29 +88,24 @@ class _Rows(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("tables", "slots", "lengths", "ends"))
 
 
-class _Scratch(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("partial", "stats", "arrived"))
-
-
 def _blocks_of(dim: int, group: int) -> int:
     """Return the blocks that share a processor."""
     return 2 if dim > 128 else 3 if dim > 64 and group > 8 else 4
 
 
 class HopperScratch:
-    """Scratch memory of a launch; the counters are zero between launches."""
+    """Scratch memory of a launch."""
 
     def __init__(
-        self, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
         group = num_heads // num_kv_heads
         self._kv_heads, self._each = num_kv_heads, _blocks_of(head_dim, group)
         self.blocks = self._blocks_on(num_processors(device))
-        # Each share has two parts: of the row it begins within, and of the row it ends within.
-        parts = 2 * self.blocks * cdiv(group, 8)
-        self.partial = torch.empty(parts, 8 * head_dim, device=device)
-        self.stats = torch.empty(parts, 16, device=device)
-        self.arrived = torch.zeros(max_rows * num_kv_heads, dtype=torch.int32, device=device)
+        size = self.blocks * cdiv(group, 8), 8 * head_dim + 16
+        self.parts = torch.full(size, _NOT_THERE, dtype=torch.int32, device=device)
+        """Sums and softmax of the part of a row that a block leaves to another one, in float32.
+        Between launches, nothing is there."""
 
     def _blocks_on(self, processors: int) -> int:
         """Return the blocks of a launch on this number of processors."""
@@ -122,13 +119,13 @@ class HopperScratch:
 
     @classmethod
     def of(
-        cls, num_heads: int, num_kv_heads: int, head_dim: int, max_rows: int, device: torch.device
+        cls, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> HopperScratch | None:
         """Return scratch memory, or None for heads or a device that the kernel does not take."""
         heads = num_heads // num_kv_heads <= _MOST_GROUP and head_dim in _DIMS
         if not heads or not is_hopper(device) or num_kv_heads > num_processors(device):
             return None
-        return cls(num_heads, num_kv_heads, head_dim, max_rows, device)
+        return cls(num_heads, num_kv_heads, head_dim, device)
 
 
 def takes(cache: Tensor, dtype: torch.dtype) -> bool:
@@ -194,7 +191,7 @@ def decode_hopper(
             address(cache.data_ptr()),
             _Rows(*(x.data_ptr() for x in (block_tables, slots, seq_lens, tile_ends))),
             address(None if sinks is None else sinks.data_ptr()),
-            _Scratch(*(x.data_ptr() for x in (scratch.partial, scratch.stats, scratch.arrived))),
+            address(scratch.parts.data_ptr()),
             address(out.data_ptr()),
             _Sizes(
                 kv_heads,

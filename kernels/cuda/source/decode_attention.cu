@@ -1,9 +1,12 @@
 // Decode attention over the paged cache: one query token a row, rows of any length.
 //
 // The tiles of all rows' keys lie one behind the other, and each block of a KV head takes as many of
-// them. A row that lies within one block's share is written directly. Parts of a split row go to
-// scratch, and the last block to arrive adds them up in their order (Sanovar et al. 2024; Dao et al.
-// 2022).
+// them (Sanovar et al. 2024). A row that lies within one block's share is written directly. Of a row
+// that lies in several, the last block adds up the parts that the others leave (Dao et al. 2022).
+//
+// A block begins with its last row, whose end another block has, and ends with its first row, of
+// which others have left parts long before. Nobody stops to leave or to get a part: it needs no
+// counter and no fence, since each of its words is known to be there by itself.
 //
 // A block has two warps, and several blocks share a processor. One warp copies queries, keys and
 // values into rings, so that the memory never waits for a row's end. It begins before the kernel
@@ -15,7 +18,7 @@
 // The compiler is given: DIM (64, 128 or 256: the size of a head), GROUP (query heads of a KV head),
 // BOX (keys that lie in one block of the cache: 16 or TILE), STAGES, WINDOW (0: none), SINKS (1 if the
 // denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
-// start while keys are loading).
+// start while keys are loading)).
 #include "numbers.cuh"
 #include "softmax.cuh"
 
@@ -44,12 +47,6 @@ struct Sizes {
 // What the rows of a batch are, as in kernels/attention/decode_attention_triton.py.
 struct Rows {
     const int *tables, *slots, *lengths, *ends;
-};
-
-// What blocks leave to one another. Counters are zero between launches.
-struct Scratch {
-    float4 *partial, *stats;
-    int* arrived;
 };
 
 // A row, or the part of it that lies in one share.
@@ -111,15 +108,16 @@ struct Loader {
     int head, share;
     Place<STAGES> at;
     Place<QUEUE> item_at;
-    // Of one of the next rows, another one in each thread: where its tiles end, its slot and length.
-    int known = 0, end, slot, length;
+    // Of a row from `known` on, another one in each thread: its tiles, its slot and its length.
+    int known, begin, end, slot, length;
+    bool waits = true;
     // The block of one of the next boxes of keys, of another one in each thread.
     int block = 0;
 
     __device__ __forceinline__ void read_rows(int row) {
         known = row, row = min(row + int(threadIdx.x % 32), sizes.plan - 1);
-        end = __ldg(rows.ends + row), slot = __ldg(rows.slots + row);
-        length = __ldg(rows.lengths + row);
+        begin = row ? __ldg(rows.ends + row - 1) : 0, end = __ldg(rows.ends + row);
+        slot = __ldg(rows.slots + row), length = __ldg(rows.lengths + row);
     }
 
     // Tells the other warp what comes next, with its queries.
@@ -177,40 +175,46 @@ struct Loader {
         }
     }
 
+    // Loads a row, as far as its tiles are some of those from `start` up to `stop`.
+    __device__ __forceinline__ void load_row(int row, int start, int stop, int each) {
+        if (row < known || row >= known + 32) read_rows(row);
+        const int first = __shfl_sync(~0u, begin, row - known);
+        const int last = __shfl_sync(~0u, end, row - known), tile = max(first, start);
+        const int own = __shfl_sync(~0u, slot, row - known);
+        const int* table = rows.tables + u64(own) * sizes.table_stride;
+        Item item;
+        item.row = row, item.length = __shfl_sync(~0u, length, row - known);
+        item.visible = WINDOW ? max(item.length - WINDOW, 0) : 0;
+        item.key = (tile - first + item.visible / TILE) * TILE;
+        item.tiles = min(last, stop) - tile;
+        item.first_share = first / each, item.last_share = (last - 1) / each;
+        int early = 0;
+        if (waits) {
+            // All keys but the row's last one may be of earlier steps.
+            if (sizes.early)
+                early = min(min(STAGES, item.tiles), max(item.length - 1 - item.key, 0) / TILE);
+            load_tiles(item, table, 0, early);
+            wait_for_kernels_before();
+            if (NEXT_EARLY) let_next_kernel_start();
+            waits = false;
+        }
+        push(item);
+        load_tiles(item, table, early, item.tiles);
+    }
+
     // Loads all rows of this block's share: `each` tiles of those of all rows.
     __device__ __forceinline__ void load_share(int tiles, int each) {
-        int tile = share * each, row = count_up_to(rows.ends, sizes.plan, tile);
-        const int stop = min(tile + each, tiles);
-        int begin = row ? __ldg(rows.ends + row - 1) : 0;
-        read_rows(row);
-        bool waits = true;
-        while (tile < stop) {
-            if (row - known == 32) read_rows(row);
-            const int row_end = __shfl_sync(~0u, end, row - known);
-            const int own = __shfl_sync(~0u, slot, row - known);
-            const int* table = rows.tables + u64(own) * sizes.table_stride;
-            Item item;
-            item.row = row, item.length = __shfl_sync(~0u, length, row - known);
-            item.visible = WINDOW ? max(item.length - WINDOW, 0) : 0;
-            item.key = (tile - begin + item.visible / TILE) * TILE;
-            item.tiles = min(row_end, stop) - tile;
-            item.first_share = begin / each, item.last_share = (row_end - 1) / each;
-            int early = 0;
-            if (waits) {
-                // All keys but the row's last one may be of earlier steps.
-                if (sizes.early)
-                    early = min(min(STAGES, item.tiles), max(item.length - 1 - item.key, 0) / TILE);
-                load_tiles(item, table, 0, early);
-                wait_for_kernels_before();
-                if (NEXT_EARLY) let_next_kernel_start();
-                waits = false;
-            }
-            push(item);
-            load_tiles(item, table, early, item.tiles);
-            tile = min(row_end, stop), begin = row_end, row++;
+        const int start = share * each, stop = min(start + each, tiles);
+        if (start < stop) {
+            const int first = count_up_to(rows.ends, sizes.plan, start);
+            const int last = count_up_to(rows.ends, sizes.plan, stop - 1);
+            read_rows(first);
+            for (int i = 0; i <= last - first; i++)
+                load_row(i == 0 ? last : i < last - first ? first + i : first, start, stop, each);
+        } else {
+            // A block without a share waits too, so that no later kernel overtakes the one before.
+            wait_for_kernels_before();
         }
-        // A block without a share waits too, so that no later kernel overtakes the one before.
-        if (waits) wait_for_kernels_before();
         push(Item{});
     }
 };
@@ -243,6 +247,72 @@ __device__ __forceinline__ void multiply(
                  : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
                  : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(w[0]), "r"(w[1]));
 }
+
+// ---- Parts of rows, left to other blocks ----
+
+// A word of a part that is not there. No sum has these bits.
+constexpr u32 NOT_THERE = ~0u;
+// Words of 16 bytes of a part.
+constexpr int PART = STEPS * 32 + 4;
+// Whether there are registers for a part beside what a thread multiplies.
+constexpr bool PART_EARLY = COLUMNS * STEPS <= 8;
+
+__device__ __forceinline__ void put_words(uint4* place, const uint4& words) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 read_words(const uint4* place) {
+    uint4 words;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(place)
+                 : "memory");
+    return words;
+}
+
+__device__ __forceinline__ bool are_there(const uint4& words) {
+    return words.x != NOT_THERE && words.y != NOT_THERE && words.z != NOT_THERE &&
+           words.w != NOT_THERE;
+}
+
+// Returns the bits of a number, which another NaN stands for if they are NOT_THERE.
+__device__ __forceinline__ u32 left(float value) { return min(__float_as_uint(value), NOT_THERE - 1); }
+
+__device__ __forceinline__ void leave_words(uint4* place, float a, float b, float c, float d) {
+    put_words(place, make_uint4(left(a), left(b), left(c), left(d)));
+}
+
+// What a thread has of a part.
+struct Part {
+    uint4 sums[STEPS], stats;
+
+    __device__ __forceinline__ void read(const uint4* place) {
+        const int lane = threadIdx.x % 32;
+        stats = read_words(place + STEPS * 32 + lane % 4);
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) sums[m] = read_words(place + m * 32 + lane);
+    }
+
+    __device__ __forceinline__ bool is_there() const {
+        bool all = are_there(stats);
+#pragma unroll
+        for (int m = 0; m < STEPS; m++) all = all && are_there(sums[m]);
+        return __all_sync(~0u, all);
+    }
+};
+
+// Leaves the place of a part as the next launch must find it.
+__device__ __forceinline__ void clear_part(uint4* place) {
+    const int lane = threadIdx.x % 32;
+    const uint4 nothing = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
+#pragma unroll
+    for (int m = 0; m < STEPS; m++) put_words(place + m * 32 + lane, nothing);
+    if (lane < 4) put_words(place + STEPS * 32 + lane, nothing);
+}
+
+// ---- The softmax ----
 
 // The softmax of a row's eight query heads, and the sums of values. A thread has two heads, 2 quad and
 // the next one: their highest scores in units of ln 2, its part of their masses, and sums of the
@@ -319,23 +389,19 @@ struct Heads {
                 mass[i] += __shfl_xor_sync(~0u, mass[i], apart);
     }
 
-    // Leaves a part of a row to another block.
-    __device__ __forceinline__ void leave(float4* partial, float4* stats) const {
+    // Leaves a part of a row to the block that has the row's end.
+    __device__ __forceinline__ void leave(uint4* place) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int m = 0; m < STEPS; m++)
-            partial[m * 32 + lane] = make_float4(sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
-        if (lane < 4) stats[lane] = make_float4(top[0], top[1], mass[0], mass[1]);
+            leave_words(place + m * 32 + lane, sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
+        if (lane < 4) leave_words(place + STEPS * 32 + lane, top[0], top[1], mass[0], mass[1]);
     }
 
-    // Adds a part that a block has left.
-    __device__ __forceinline__ void add(const float4* partial, const float4* stats) {
-        const int lane = threadIdx.x % 32;
-        const float4 own = __ldcg(stats + lane % 4);
-        float4 values[STEPS];
-#pragma unroll
-        for (int m = 0; m < STEPS; m++) values[m] = __ldcg(partial + m * 32 + lane);
-        const float tops[2] = {own.x, own.y}, masses[2] = {own.z, own.w};
+    // Adds a part that another block has left.
+    __device__ __forceinline__ void add(const Part& part) {
+        const float tops[2] = {__uint_as_float(part.stats.x), __uint_as_float(part.stats.y)};
+        const float masses[2] = {__uint_as_float(part.stats.z), __uint_as_float(part.stats.w)};
         float fade[2], share[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -344,12 +410,11 @@ struct Heads {
             top[i] = highest, mass[i] = mass[i] * fade[i] + masses[i] * share[i];
         }
 #pragma unroll
-        for (int m = 0; m < STEPS; m++) {
-            sum[m][0] = sum[m][0] * fade[0] + values[m].x * share[0];
-            sum[m][1] = sum[m][1] * fade[1] + values[m].y * share[1];
-            sum[m][2] = sum[m][2] * fade[0] + values[m].z * share[0];
-            sum[m][3] = sum[m][3] * fade[1] + values[m].w * share[1];
-        }
+        for (int m = 0; m < STEPS; m++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                sum[m][i] = sum[m][i] * fade[i % 2] +
+                            __uint_as_float(word_of(part.sums[m], i)) * share[i % 2];
     }
 
     // Writes the results of the heads from `first` on. out: of the row and KV head.
@@ -413,43 +478,9 @@ __device__ __forceinline__ void attend(
     }
 }
 
-// Leaves a part of a row, and if all others have been left, adds them up. Returns whether it has.
-__device__ __forceinline__ bool combined(
-    Heads (&heads)[COLUMNS], const Item& item, int head, int own_share, const Scratch& scratch,
-    int kv_heads) {
-    // A share has two parts: of the row that it begins within, and of the one that it ends within.
-    auto place = [&](int share) {
-        return ((share * kv_heads + head) * 2 + (share == item.first_share)) * COLUMNS;
-    };
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        const int own = place(own_share) + c;
-        heads[c].leave(scratch.partial + u64(own) * (STEPS * 32), scratch.stats + own * 4);
-    }
-    __threadfence();
-    __syncwarp();
-    int* arrived = scratch.arrived + item.row * kv_heads + head;
-    int before = 0;
-    if (threadIdx.x % 32 == 0) before = atomicAdd(arrived, 1);
-    before = __shfl_sync(~0u, before, 0);
-    if (before != item.last_share - item.first_share) return false;
-    __threadfence();
-    if (threadIdx.x % 32 == 0) *arrived = 0;
-#pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-        heads[c].clear();
-#pragma unroll 2
-        for (int share = item.first_share; share <= item.last_share; share++) {
-            const int part = place(share) + c;
-            heads[c].add(scratch.partial + u64(part) * (STEPS * 32), scratch.stats + part * 4);
-        }
-    }
-    return true;
-}
-
 extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_attention(
     const u16* q, const u16* cache, const __grid_constant__ Rows rows,
-    const float* __restrict__ sinks, const __grid_constant__ Scratch scratch, u16* out,
+    const float* __restrict__ sinks, uint4* parts, u16* out,
     const __grid_constant__ Sizes sizes) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(8) u64 barriers[2 * (STAGES + QUEUE)];
@@ -466,6 +497,10 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
         return;
     }
     wait_for_kernels_before();
+    // The part that a share leaves: at most one.
+    auto part_of = [&](int share) {
+        return parts + u64((share * sizes.kv_heads + head) * COLUMNS) * PART;
+    };
     Place<STAGES> at;
     for (Place<QUEUE> item_at;; item_at.next()) {
         barrier_wait(rings.items_full + 8 * item_at.slot, item_at.phase);
@@ -477,13 +512,30 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
             heads[c].begin(rings.q + item_at.slot * Q_BYTES + c * 8 * Q_ROW);
         __syncwarp();
         if (threadIdx.x == 0) barrier_arrive_here(rings.items_empty + 8 * item_at.slot);
+        const bool ends_here = item.last_share == share;
+        // The first part is mostly there by now. If it is not, it is read again.
+        Part part;
+        if (PART_EARLY && ends_here && item.first_share < share)
+            part.read(part_of(item.first_share));
         attend(heads, item, rings, at, sizes.scale);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) heads[c].add_masses_up();
-        const bool whole = item.first_share == item.last_share;
-        if (!whole && !combined(heads, item, head, share, scratch, sizes.kv_heads)) continue;
+        for (int c = 0; c < COLUMNS; c++) {
+            heads[c].add_masses_up();
+            if (!ends_here) heads[c].leave(part_of(share) + c * PART);
+        }
+        if (!ends_here) continue;
         u16* target = out + u64(item.row) * sizes.out_stride + head * (GROUP * DIM);
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) heads[c].write(target, 8 * c, sinks + head * GROUP);
+        for (int c = 0; c < COLUMNS; c++) {
+            for (int other = item.first_share; other < share; other++) {
+                uint4* place = part_of(other) + c * PART;
+                if (!PART_EARLY || c > 0 || other > item.first_share) part.read(place);
+                // Blocks start in their order, so the other one is there, or has ended.
+                while (!part.is_there()) part.read(place);
+                clear_part(place);
+                heads[c].add(part);
+            }
+            heads[c].write(target, 8 * c, sinks + head * GROUP);
+        }
     }
 }

@@ -33,19 +33,25 @@ SHAPES = [
 def scratch_of(batch: Batch, parts: int | None = None) -> DecodeScratch:
     """Return poisoned scratch memory, for shares of as many blocks a head, or of the whole GPU."""
     shape = batch.shape
+    config = DecodeConfig(tile=decode_hopper.TILE, min_tiles=1)
     with PoisonedAllocations():
-        scratch = batch.scratch(DecodeConfig(tile=decode_hopper.TILE, min_tiles=1))
+        scratch = batch.scratch(config)
     assert scratch.hopper is not None and decode_hopper.takes(batch.cache, batch.cache.dtype)
     if parts is not None:
         scratch.hopper.blocks = parts * shape.kv_heads
     return scratch
 
 
+def assert_nothing_is_left(scratch: DecodeScratch) -> None:
+    """Check that the next launch finds no part of a row."""
+    assert scratch.hopper is not None
+    assert (scratch.hopper.parts == decode_hopper._NOT_THERE).all()
+
+
 def check_all(batch: Batch, window: int = 0, parts: int | None = None) -> None:
     scratch = scratch_of(batch, parts)
     check(batch, scratch, window)
-    assert scratch.hopper is not None
-    assert not scratch.hopper.arrived.any()
+    assert_nothing_is_left(scratch)
 
 
 @pytest.fixture(autouse=True)
@@ -102,13 +108,30 @@ def test_prompt_rows_are_left_alone() -> None:
     check_all(make_batch(LLAMA, [40, 50, 33, 7, 90], DTYPE, [1, 1, 1, 4, 80]))
 
 
-def test_bits_do_not_depend_on_which_block_is_the_last() -> None:
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_that_are_not_numbers(parts: int) -> None:
+    """A block that waited for a number would wait for ever."""
+    batch = make_batch(Shape(8, 2, 128, 64), [700, 900, 20, 3000], DTYPE)
+    # NaN of values reach the sums. All bits are set, as in a part that is not there.
+    batch.cache[:, batch.shape.kv_heads :].view(torch.int16)[:] = -1
+    scratch = scratch_of(batch, parts)
+    assert launch(batch, scratch, 0).isnan().all()
+    assert_nothing_is_left(scratch)
+
+
+def test_rows_that_many_blocks_share() -> None:
+    """The last block adds up more than a hundred parts."""
+    check_all(make_batch(Shape(4, 1, 128, 64), [20_000, 9_000], DTYPE))
+
+
+def test_bits_are_the_same_in_each_launch() -> None:
     lengths = [1 + 131 * row % 3000 for row in range(150)]
     batch = make_batch(Shape(32, 4, 128, 64), lengths, DTYPE)
     scratch = scratch_of(batch)
     first = launch(batch, scratch, 0)
     for _ in range(20):
         assert same(launch(batch, scratch, 0), first)
+        assert_nothing_is_left(scratch)
     check(batch, scratch)
 
 
