@@ -122,6 +122,8 @@ class AttentionSetup:
     """Numbers of query tokens that decode rows may have; see `DeviceRows.queries`."""
     coded_products: bool = False
     """Whether the weights of the products before and behind attention are in codes."""
+    experts: bool = False
+    """Whether layers have experts, which stream by."""
     split_weights: int | None = None
     """Weights of a layer's products, if these may run for one half of a step's rows while the other
     half attends; else None."""

@@ -120,6 +120,7 @@ class TritonAttention(AttentionBackend):
                     queries,
                     bytes_of_codes=coded,
                     coded_products=setup.coded_products,
+                    experts=setup.experts,
                 ),
                 queries,
             )

@@ -37,7 +37,7 @@ from sidestep.executor.sampling.prompt_logprobs import (
     with_prompt_tokens,
 )
 from sidestep.executor.sampling.token_logprobs import Logprobs
-from sidestep.ipc.model.layer_spec import recurrent_of
+from sidestep.ipc.model.layer_spec import ExpertsSpec, recurrent_of
 from sidestep.ipc.model.model_size import layers_size
 from sidestep.ipc.model.speculative_config import tiers_of
 from sidestep.kernels.ops.rms_norm import Stream
@@ -105,6 +105,7 @@ class StepKernels:
                 max_rows=setup.limits.max_num_seqs,
                 queries=tuple(1 + tier for tier in tiers_of(setup.limits.num_drafts)),
                 coded_products=quantization is not None and not quantization.is_empty,
+                experts=any(isinstance(each.mlp, ExpertsSpec) for each in setup.args.stage_layers),
                 split_weights=_split_weights(setup, model, parallel),
             ),
         )

@@ -384,7 +384,8 @@ def decode_attention(
         decode_hopper.decode_hopper(
             q, cache, block_tables, slots, seq_lens, tile_ends, out, hopper,
             num_heads=num_heads, window=window, scale=scale * LOG2_E.value, sinks=sinks,
-            min_tiles=config.min_tiles, next_early=config.next_early, keys_are_old=keys_are_old,
+            min_tiles=config.min_tiles, next_early=config.next_early, read_once=config.read_once,
+            keys_are_old=keys_are_old,
         )  # fmt: skip
         return
     tiles = config.tile, config.num_warps, config.num_stages

@@ -40,6 +40,7 @@ class Form(CacheForm):
     """A form of the kernel, which is compiled for it."""
 
     next_early: bool
+    read_once: bool
 
     @property
     def _slot(self) -> int:
@@ -135,8 +136,8 @@ def takes(cache: Tensor, dtype: torch.dtype) -> bool:
 
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    more = {"STAGES": form.stages, "NEXT_EARLY": int(form.next_early)}
-    return cubin("decode_attention", form.options | more, {})
+    more = {"NEXT_EARLY": int(form.next_early), "READ_ONCE": int(form.read_once)}
+    return cubin("decode_attention", form.options | {"STAGES": form.stages} | more, {})
 
 
 def _kernel(file: Path, form: Form) -> Kernel:
@@ -162,12 +163,14 @@ def decode_hopper(
     sinks: Tensor | None,
     min_tiles: int,
     next_early: bool,
+    read_once: bool,
     keys_are_old: bool,
 ) -> None:
     """Compute what `decode_attention` does for one query a row, from a plan with tiles of TILE.
 
     scale: of scores in units of ln 2. min_tiles: the least tiles of a share. next_early: whether
-    the next kernel may start while keys and values are loading. keys_are_old: see decode_attention.
+    the next kernel may start while keys and values are loading. read_once: whether L2 gives these
+    up before other lines. keys_are_old: see decode_attention.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
@@ -179,7 +182,7 @@ def decode_hopper(
         tile_ends=tile_ends,
     )
     box, group = math.gcd(page, TILE), num_heads // kv_heads
-    form = Form(q.dtype, dim, group, box, window, sinks is not None, next_early)
+    form = Form(q.dtype, dim, group, box, window, sinks is not None, next_early, read_once)
     kernel = _KERNELS.to_launch(form, q)
     if kernel is None:
         return

@@ -195,6 +195,15 @@ __device__ __forceinline__ void copy_16(u32 target, const void* source, int byte
         : "memory");
 }
 
+// Copies 16 bytes, or zeros where `bytes` is 0, by a policy of L2.
+__device__ __forceinline__ void copy_16_by(
+    u32 target, const void* source, int bytes, u64 policy) {
+    asm volatile(
+        "cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(target),
+        "l"(source), "r"(bytes), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void copy_4(u32 target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }

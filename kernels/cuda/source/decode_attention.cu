@@ -18,7 +18,7 @@
 // The compiler is given: DIM (64, 128 or 256: the size of a head), GROUP (query heads of a KV head),
 // BOX (keys that lie in one block of the cache: 16 or TILE), STAGES, WINDOW (0: none), SINKS (1 if the
 // denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
-// start while keys are loading)).
+// start while keys are loading), READ_ONCE (1 if L2 gives keys and values up before other lines).
 #include "numbers.cuh"
 #include "softmax.cuh"
 
@@ -106,6 +106,8 @@ struct Loader {
     const Rows& rows;
     const Sizes& sizes;
     int head, share;
+    // L2's policy for keys and values.
+    u64 once;
     Place<STAGES> at;
     Place<QUEUE> item_at;
     // Of a row from `known` on, another one in each thread: its tiles, its slot and its length.
@@ -165,10 +167,11 @@ struct Loader {
 #pragma unroll
                 for (int j = 0; j < TILE / AT_ONCE; j++) {
                     const int box = j * AT_ONCE / BOX, own = j * AT_ONCE + lane / PIECES;
-                    copy_16(
-                        target + half * HALF_SLOT + place_of(own, lane % PIECES),
-                        source[box] + (j * AT_ONCE - box * BOX) * DIM + half * further,
-                        own < there ? 16 : 0);
+                    const u32 to = target + half * HALF_SLOT + place_of(own, lane % PIECES);
+                    const u16* from =
+                        source[box] + (j * AT_ONCE - box * BOX) * DIM + half * further;
+                    if (READ_ONCE) copy_16_by(to, from, own < there ? 16 : 0, once);
+                    else copy_16(to, from, own < there ? 16 : 0);
                 }
             arrive_when_copied(rings.full + 8 * at.slot);
             at.next();
@@ -492,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
     if (threadIdx.x >= 32) {
         // A step's tables are complete before the kernel before this one (see kernels/launch.py).
         const int tiles = __ldg(rows.ends + sizes.plan - 1), shares = gridDim.x / sizes.kv_heads;
-        Loader loader{q, cache, rings, rows, sizes, head, share};
+        Loader loader{q, cache, rings, rows, sizes, head, share, read_once()};
         loader.load_share(tiles, max((tiles + shares - 1) / shares, sizes.least));
         return;
     }

@@ -103,7 +103,8 @@ def test_attention_has_enough_registers(
         prompt = prefill_hopper.Form(*heads, prefill_hopper.KEYS if largest else 16, *rest)
         file = prefill_hopper.compiled(prompt)
     else:
-        form = decode_hopper.Form(*heads, decode_hopper.TILE if largest else 16, *rest, True)
+        box = decode_hopper.TILE if largest else 16
+        form = decode_hopper.Form(*heads, box, *rest, next_early=True, read_once=True)
         file = decode_hopper.compiled(form)
     assert stack_of(file) == 0
 

@@ -30,10 +30,10 @@ SHAPES = [
 ]
 
 
-def scratch_of(batch: Batch, parts: int | None = None) -> DecodeScratch:
+def scratch_of(batch: Batch, parts: int | None = None, *, read_once: bool = False) -> DecodeScratch:
     """Return poisoned scratch memory, for shares of as many blocks a head, or of the whole GPU."""
     shape = batch.shape
-    config = DecodeConfig(tile=decode_hopper.TILE, min_tiles=1)
+    config = DecodeConfig(tile=decode_hopper.TILE, min_tiles=1, read_once=read_once)
     with PoisonedAllocations():
         scratch = batch.scratch(config)
     assert scratch.hopper is not None and decode_hopper.takes(batch.cache, batch.cache.dtype)
@@ -75,6 +75,13 @@ def test_rows_cut_into_parts(shape: Shape, window: int, parts: int) -> None:
     for seed in range(3):
         lengths = [random.Random(seed * 10 + parts).randint(1, 2500) for _ in range(12)]
         check_all(make_batch(shape, [*lengths, 20_000], DTYPE), window, parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_keys_that_are_read_once_give_the_same_bits(shape: Shape) -> None:
+    batch = make_batch(shape, [1000, 1, 77, 32, 33, 640] * 5, DTYPE)
+    often, once = (scratch_of(batch, 9, read_once=once) for once in (False, True))
+    assert same(launch(batch, often, 0), launch(batch, once, 0))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 6, 7, 8, 9, 12, 16])
