@@ -21,6 +21,7 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline int __popc(u32 word) { return __builtin_popcount(word); }
 
 template <class To, class From>
 inline To bits_as(From value) {
@@ -62,6 +63,19 @@ inline float __shfl_down_sync(u32, float value, int apart) {
     const int lane = own_lane() + apart;
     return __uint_as_float(from_lane(__float_as_uint(value), lane < 32 ? lane : own_lane()));
 }
+inline int __shfl_sync(u32, int value, int lane) { return int(from_lane(value, lane)); }
+inline u32 __ballot_sync(u32, bool own) {
+    Warp& warp = current->block->warps[current->index.x / 32];
+    const int lane = own_lane();
+    warp.given[lane][0] = own;
+    as_warp("ballot", [](Warp& warp) {
+        u32 found = 0;
+        for (int i = 0; i < 32; i++) found |= warp.given[i][0] << i;
+        for (int i = 0; i < 32; i++) warp.taken[i][0] = found;
+    });
+    return warp.taken[lane][0];
+}
+inline bool __all_sync(u32 mask, bool own) { return __ballot_sync(mask, own) == ~0u; }
 template <class Better>
 inline int best_of_warp(const char* operation, int value, Better better) {
     Warp& warp = current->block->warps[current->index.x / 32];
@@ -76,6 +90,7 @@ inline int best_of_warp(const char* operation, int value, Better better) {
 }
 inline int __reduce_max_sync(u32, int value) { return best_of_warp("max", value, max); }
 inline int __reduce_min_sync(u32, int value) { return best_of_warp("min", value, min); }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
 
 // Adds the product of 16 rows and 16 columns of bfloat16, and eight columns, as mma.m16n8k16 does.
 // The first column of each four alone is right: kernels use no other ones.
@@ -193,6 +208,9 @@ inline void copy_16(u32 target, const void* source, int bytes) {
     check_copy(target, source, 16);
     char* const to = current->block->memory + target;
     current->asked.copies.push_back({to, bytes ? source : nullptr, 16});
+}
+inline void copy_16_by(u32 target, const void* source, int bytes, u64) {
+    copy_16(target, source, bytes);
 }
 inline void copy_4(u32 target, const void* source) {
     current->asked.copies.push_back({current->block->memory + target, source, 4});

@@ -29,6 +29,48 @@ inline float divided(float a, float b) { return a / b; }
 inline float silu(float gate) { return rounded(divided(gate, 1.0f + __expf(-gate))); }
 u16 codes_of(float low, float high);  // no kernel here writes codes
 
+// ---- Products of a warp ----
+
+// Loads four squares of 8 x 8 numbers, as ldmatrix does. Each thread has the address of a row.
+inline void load_squares(u32 (&words)[4], u32 address, bool transposed) {
+    Warp& warp = current->block->warps[current->index.x / 32];
+    const int lane = own_lane(), row = transposed ? lane % 4 * 2 : lane / 4;
+    warp.given[lane][0] = address;
+    u32 rows[4], next[4];
+    as_warp("ldmatrix", [](Warp&) {});
+    for (int i = 0; i < 4; i++)
+        rows[i] = warp.given[8 * i + row][0], next[i] = warp.given[8 * i + (row + 1) % 8][0];
+    for (int i = 0; i < 4; i++)
+        words[i] = transposed ? shared<u16>(rows[i] + lane / 4 * 2) |
+                                    u32(shared<u16>(next[i] + lane / 4 * 2)) << 16
+                              : shared<u32>(rows[i] + lane % 4 * 4);
+    as_warp("loaded", [](Warp&) {});
+}
+
+// sum += x w, of 16 x 16 and 16 x 8 numbers, as mma.m16n8k16 does.
+inline void multiply_squares(float (&sum)[4], const u32 (&x)[4], const u32 (&w)[2]) {
+    Warp& warp = current->block->warps[current->index.x / 32];
+    const int lane = own_lane();
+    for (int i = 0; i < 4; i++)
+        warp.given[lane][i] = x[i], warp.given[lane][6 + i] = __float_as_uint(sum[i]);
+    warp.given[lane][4] = w[0], warp.given[lane][5] = w[1];
+    as_warp("product", [](Warp& warp) {
+        const auto number = [&](int lane, int word, int half) {
+            return widened(warp.given[lane][word] >> 16 * half & 0xFFFF);
+        };
+        for (int lane = 0; lane < 32; lane++)
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 * 4, column = (lane % 4 * 2 + i % 2) * 4;
+                float total = __uint_as_float(warp.given[lane][6 + i]);
+                for (int k = 0; k < 16; k++)
+                    total += number(row + k % 8 / 2, i / 2 + k / 8 * 2, k % 2) *
+                             number(column + k % 8 / 2, 4 + k / 8, k % 2);
+                warp.taken[lane][i] = __float_as_uint(total);
+            }
+    });
+    for (int i = 0; i < 4; i++) sum[i] = __uint_as_float(warp.taken[lane][i]);
+}
+
 // Exchanges rows and columns of 8 x 8 numbers: a lane has two numbers of row lane / 4.
 inline u32 transposed(u32 word) {
     u32 found = 0;
