@@ -49,7 +49,7 @@ class DecodeConfig:
     """Whether the next kernel may begin to load its weights while keys and values are loading."""
     read_once: bool = False
     """Whether L2 gives up keys and values before other lines. A step of a dense model is faster
-    then, by 0.5 to 3% with 64 to 224 rows. One with experts, which stream by, is slower by 0.4%."""
+    then, by up to 3% with 64 to 224 rows. One with experts, which stream by, is slower by 0.4%."""
     min_tiles_of_several: int = 4
     """The least number of tiles of a program where rows have several query tokens: their parts are
     larger, and so take longer to combine."""
