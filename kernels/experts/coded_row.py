@@ -80,7 +80,7 @@ class _Factors(ctypes.Structure):
 def _places(device: torch.device, size: int) -> tuple[Tensor, Tensor]:
     """Return two places of `size` bytes for what blocks exchange, and the counter of launches.
 
-    They are as row_exchange.cuh needs them, and launches leave them so.
+    They are as exchange.cuh needs them, and launches leave them so.
     """
     places = torch.full((2, size), 255, dtype=torch.uint8, device=device)
     return places, torch.zeros(1, dtype=torch.int32, device=device)

@@ -19,6 +19,7 @@
 // BOX (keys that lie in one block of the cache: 16 or TILE), STAGES, WINDOW (0: none), SINKS (1 if the
 // denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
 // start while keys are loading), READ_ONCE (1 if L2 gives keys and values up before other lines).
+#include "exchange.cuh"
 #include "numbers.cuh"
 #include "softmax.cuh"
 
@@ -253,38 +254,16 @@ __device__ __forceinline__ void multiply(
 
 // ---- Parts of rows, left to other blocks ----
 
-// A word of a part that is not there. No sum has these bits.
-constexpr u32 NOT_THERE = ~0u;
 // Words of 16 bytes of a part.
 constexpr int PART = STEPS * 32 + 4;
 // Whether there are registers for a part beside what a thread multiplies.
 constexpr bool PART_EARLY = COLUMNS * STEPS <= 8;
 
-__device__ __forceinline__ void put_words(uint4* place, const uint4& words) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x),
-                 "r"(words.y), "r"(words.z), "r"(words.w)
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 read_words(const uint4* place) {
-    uint4 words;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(place)
-                 : "memory");
-    return words;
-}
-
-__device__ __forceinline__ bool are_there(const uint4& words) {
-    return words.x != NOT_THERE && words.y != NOT_THERE && words.z != NOT_THERE &&
-           words.w != NOT_THERE;
-}
-
 // Returns the bits of a number, which another NaN stands for if they are NOT_THERE.
 __device__ __forceinline__ u32 left(float value) { return min(__float_as_uint(value), NOT_THERE - 1); }
 
 __device__ __forceinline__ void leave_words(uint4* place, float a, float b, float c, float d) {
-    put_words(place, make_uint4(left(a), left(b), left(c), left(d)));
+    give_words(place, make_uint4(left(a), left(b), left(c), left(d)));
 }
 
 // What a thread has of a part.
@@ -293,9 +272,9 @@ struct Part {
 
     __device__ __forceinline__ void read(const uint4* place) {
         const int lane = threadIdx.x % 32;
-        stats = read_words(place + STEPS * 32 + lane % 4);
+        stats = words_now(place + STEPS * 32 + lane % 4);
 #pragma unroll
-        for (int m = 0; m < STEPS; m++) sums[m] = read_words(place + m * 32 + lane);
+        for (int m = 0; m < STEPS; m++) sums[m] = words_now(place + m * 32 + lane);
     }
 
     __device__ __forceinline__ bool is_there() const {
@@ -311,8 +290,8 @@ __device__ __forceinline__ void clear_part(uint4* place) {
     const int lane = threadIdx.x % 32;
     const uint4 nothing = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
 #pragma unroll
-    for (int m = 0; m < STEPS; m++) put_words(place + m * 32 + lane, nothing);
-    if (lane < 4) put_words(place + STEPS * 32 + lane, nothing);
+    for (int m = 0; m < STEPS; m++) give_words(place + m * 32 + lane, nothing);
+    if (lane < 4) give_words(place + STEPS * 32 + lane, nothing);
 }
 
 // ---- The softmax ----

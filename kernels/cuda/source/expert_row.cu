@@ -29,7 +29,7 @@
 #include "activations.cuh"
 #include "row_choice.cuh"
 #include "row_codes.cuh"
-#include "row_exchange.cuh"
+#include "exchange.cuh"
 
 // ---- A matrix: steps of a row, its bytes; scales of its columns and rows ----
 constexpr int GATE_STEPS = steps_of(WIDTH), DOWN_STEPS = steps_of(INNER);

@@ -15,9 +15,12 @@ BODIES = {
     "load_matrices": "load_squares(words, address, false);",
     "load_transposed": "load_squares(words, address, true);",
     "multiply": "multiply_squares(sum, x, w);",
-    "put_words": "*place = words;",
-    "read_words": "wait_in_vain(); return *place;",
+    "give_words": "memcpy(place, &words, 16);",
+    "words_now": "wait_in_vain(); return *static_cast<const uint4*>(place);",
     "power_of_2": "return exp2f(x);",
+    # No block calls these.
+    "place_of_launch": "return 0;",
+    "give_word": "",
 }
 """Bodies of functions that have instructions of a GPU."""
 LAUNCH = """
@@ -46,7 +49,7 @@ class Emulated:
         self.seed, self.haste = 0, 0
         """How threads and copies are ordered; see threads.hpp."""
         self._shared = form.shared
-        for name in ("softmax.cuh", "place.cuh"):
+        for name in ("exchange.cuh", "softmax.cuh", "place.cuh"):
             text = (compiler._INCLUDE / name).read_text()
             (folder / name).write_text(with_bodies(text, BODIES))
         text = (compiler._SOURCE / "decode_attention.cu").read_text()

@@ -22,8 +22,9 @@ BODIES = {
         *counter = before == last ? 0 : before + 1;
         return before >= u32(gridDim.x);""",
     "give_word": "memcpy(place, &word, 4);",
+    "give_words": "memcpy(place, &words, 16);",
     "words_now": """
-        const auto found = *reinterpret_cast<const uint4*>(place);
+        const auto found = *static_cast<const uint4*>(place);
         for (int i = 0; i < 4; i++)
             if (word_of(found, i) == NOT_THERE) return wait_in_vain(), found;
         return found;""",
@@ -48,7 +49,10 @@ extern "C" bool launch(
 def build(form: Form, folder: Path) -> ctypes.CDLL:
     """Compile a form of the kernel for the CPU, in a folder."""
     for path in compiler._INCLUDE.glob("*.cuh"):
-        if path.name.startswith(("row_", "int4", "activations")) and path.stem != "row_products":
+        if (
+            path.name.startswith(("row_", "int4", "activations", "exchange"))
+            and path.stem != "row_products"
+        ):
             (folder / path.name).write_text(with_bodies(path.read_text(), BODIES))
     kernel = (compiler._SOURCE / "expert_row.cu").read_text()
     return compiled(folder, with_shared_memory(kernel) + LAUNCH, form.options)

@@ -1,13 +1,19 @@
-// Words that all blocks of a kernel compute, and that each of them needs, through memory.
+// Words that blocks of a kernel give one another through memory.
 //
-// A word itself tells whether it is there: before, memory has one that no instruction rounds to.
-// So whoever waits for words reads nothing else, as in the LL protocol of NVIDIA's NCCL. Launches
-// take turns with two places. Each launch clears the place of the next one.
+// A word itself tells whether it is there: before, memory has one that no instruction makes. So
+// whoever waits for words reads nothing else, as in the LL protocol of NVIDIA's NCCL. Words that all
+// blocks compute, and that each of them needs, have two places. Launches take turns with these, and
+// each clears the place of the next one.
 #pragma once
 #include "hopper.cuh"
 
-// Two NaN of 16 bits, which cvt never makes.
+// A NaN, and two of 16 bits, which no instruction makes.
 constexpr u32 NOT_THERE = ~0u;
+
+__device__ __forceinline__ bool are_there(const uint4& words) {
+    return words.x != NOT_THERE && words.y != NOT_THERE && words.z != NOT_THERE &&
+           words.w != NOT_THERE;
+}
 
 // Returns which place a launch has, 0 or 1. One thread of each block calls it, once.
 //
@@ -33,7 +39,13 @@ __device__ __forceinline__ void give_word(char* place, u32 word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(word) : "memory");
 }
 
-__device__ __forceinline__ uint4 words_now(const char* place) {
+__device__ __forceinline__ void give_words(uint4* place, const uint4& words) {
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 words_now(const void* place) {
     uint4 found;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)
@@ -58,9 +70,7 @@ __device__ __forceinline__ void take_words(char* target, const char* place) {
         }
 #pragma unroll
         for (int i = 0; i < OWN; i++) {
-            const bool has = found[i].x != NOT_THERE && found[i].y != NOT_THERE &&
-                found[i].z != NOT_THERE && found[i].w != NOT_THERE;
-            there &= has || (threadIdx.x + i * THREADS) * 16 >= BYTES;
+            there &= are_there(found[i]) || (threadIdx.x + i * THREADS) * 16 >= BYTES;
         }
     } while (!there);
 #pragma unroll
