@@ -48,9 +48,8 @@ def cubin(name: str, defines: Mapping[str, int | str], headers: Mapping[str, str
     from cuda.bindings import nvrtc
 
     source = (_SOURCE / f"{name}.cu").read_text()
-    included = {path.name: path.read_text() for path in sorted(_INCLUDE.glob("*.cuh"))} | dict(
-        headers
-    )
+    files = sorted(_INCLUDE.rglob("*.cuh"))
+    included = {str(path.relative_to(_INCLUDE)): path.read_text() for path in files} | dict(headers)
     options = [*_OPTIONS, *(f"-D{key}={value}" for key, value in defines.items())]
     version = nvrtc.nvrtcVersion()[1:]
     key = hashlib.sha256(repr((source, included, options, version)).encode()).hexdigest()

@@ -27,8 +27,8 @@
 // weight is float32). PARTS is 0 if experts are given.
 #define AS_TRITON_DIVIDES
 #include "activations.cuh"
-#include "row_choice.cuh"
-#include "row_codes.cuh"
+#include "expert_row/choice.cuh"
+#include "expert_row/codes.cuh"
 #include "exchange.cuh"
 
 // ---- A matrix: steps of a row, its bytes; scales of its columns and rows ----
@@ -83,9 +83,9 @@ constexpr int X_BYTES = GATE_STEPS * INPUT_BYTES;
 constexpr int ROW_BYTES = X_BYTES + (BEHIND_ROWS ? up_to(4 * DOWN_TILES, 16) : 0);
 constexpr int PLACE_BYTES = INNER_BYTES + (BEHIND_ROWS ? ROW_BYTES : 0);
 
-#include "row_ring.cuh"
+#include "expert_row/ring.cuh"
 // Uses the ring.
-#include "row_behind.cuh"
+#include "expert_row/behind.cuh"
 
 struct Operands {
     const u16* x;

@@ -62,7 +62,9 @@ def compiled(folder: Path, source: str, options: Mapping[str, int | str]) -> cty
     command = ["g++", "-std=c++17", "-O1", "-w", "-fpermissive", "-ffp-contract=off", "-shared"]
     made = folder / "kernel.so"
     subprocess.run(
-        [*command, "-fPIC", *defines, "-o", made, folder / "kernel.cpp"], check=True, timeout=300
+        [*command, "-fPIC", *defines, "-I", folder, "-o", made, folder / "kernel.cpp"],
+        check=True,
+        timeout=300,
     )
     library = ctypes.CDLL(str(made))
     library.launch.restype = ctypes.c_bool

@@ -48,12 +48,12 @@ extern "C" bool launch(
 
 def build(form: Form, folder: Path) -> ctypes.CDLL:
     """Compile a form of the kernel for the CPU, in a folder."""
-    for path in compiler._INCLUDE.glob("*.cuh"):
-        if (
-            path.name.startswith(("row_", "int4", "activations", "exchange"))
-            and path.stem != "row_products"
-        ):
-            (folder / path.name).write_text(with_bodies(path.read_text(), BODIES))
+    include = compiler._INCLUDE
+    shared = (include / name for name in ("int4.cuh", "activations.cuh", "exchange.cuh"))
+    for path in (*include.glob("expert_row/*.cuh"), *shared):
+        copy = folder / path.relative_to(include)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_text(with_bodies(path.read_text(), BODIES))
     kernel = (compiler._SOURCE / "expert_row.cu").read_text()
     return compiled(folder, with_shared_memory(kernel) + LAUNCH, form.options)
 
