@@ -30,7 +30,7 @@ from sidestep.kernels.attention.decode_attention_triton import decode_attention
 from sidestep.kernels.attention.decode_codes import takes_codes
 from sidestep.kernels.attention.decode_config import config_of
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
-from sidestep.kernels.attention.hopper import prefill_hopper, roped_product
+from sidestep.kernels.attention.hopper import decode_hopper, prefill_hopper, roped_product
 from sidestep.kernels.attention.prefill_attention_triton import prefill_attention, prefill_config
 from sidestep.kernels.attention.qkv_rope_triton import qkv_rope
 from sidestep.kernels.gpu import gpu_of
@@ -45,8 +45,7 @@ from sidestep.kernels.unfinished_product import (
 
 _FEW_ROWS = 16
 """Kernels are compiled for at most this many decodes and for any number of rows, not for each
-number. Decode attention itself norms and rotates up to this many rows of one query each; else a
-kernel before it does."""
+number."""
 
 _CONVERTS_E4M3 = 89
 """Compute capability times ten of the first GPUs that convert numbers of e4m3 themselves."""
@@ -256,9 +255,7 @@ class TritonAttention(AttentionBackend):
         # Several queries of a row attend to one another's keys, so all keys are written before. But
         # for few rows, codes are written before too: a query attends to them as they are read.
         one_each = rows.max_prompt_rows == 0 and rows.queries == 1
-        few = one_each and isinstance(qkv, Tensor) and len(qkv) <= _FEW_ROWS
-        if few and self._writes_as_it_attends(step, layer):
-            assert isinstance(qkv, Tensor)
+        if one_each and isinstance(qkv, Tensor) and self._writes_as_it_attends(step, layer, rope):
             out = self._room(qkv)
             self._attend_decodes(step, layer, qkv, out, rope, sinks, kv_scales)
             return out
@@ -294,11 +291,17 @@ class TritonAttention(AttentionBackend):
         qkv_rope(qkv, *tokens, rope, cache, shape.num_heads, kv_scales)
         return without_scales(qkv)
 
-    def _writes_as_it_attends(self, step: _Step, layer: int) -> bool:
+    def _writes_as_it_attends(self, step: _Step, layer: int, rope: Rope) -> bool:
         """Return whether the layer's attention takes projections in a step of one query a row."""
-        cache, shape = self._layers[layer], self._shape
+        cache, shape, dtype = self._layers[layer], self._shape, self._setup.dtype
         if shape.source(layer) != layer:
             return False
+        if len(step.rows.slots) > _FEW_ROWS:
+            hopper = step.scratch.hopper is not None and shape.softcap(layer) is None
+            plain = isinstance(cache, Tensor) and decode_hopper.takes(cache, dtype)
+            heads = shape.num_heads, shape.num_kv_heads
+            suits = hopper and plain and decode_hopper.turns(rope, dtype, *heads)
+            return suits and step.scratch.config.projections
         if isinstance(cache, Tensor):
             return True
         few = step.scratch.few
@@ -306,7 +309,7 @@ class TritonAttention(AttentionBackend):
             return False
         config = few.config.of(len(step.rows.slots))
         tiles = config.tile, config.num_warps, config.stages
-        return takes_codes(cache, self._setup.dtype, shape.num_heads, *tiles)
+        return takes_codes(cache, dtype, shape.num_heads, *tiles)
 
     def _attend_both(
         self, step: _Step, layer: int, qkv: Tensor, out: Tensor, sinks: Tensor | None

@@ -326,6 +326,13 @@ def _decode(
         )
 
 
+def _suits_hopper(cache: Tensor | CodedCache, q: Tensor, rope: Rope | None, num_heads: int) -> bool:
+    """Return whether the kernel for Hopper takes such a cache and such queries or projections."""
+    if not isinstance(cache, Tensor) or not decode_hopper.takes(cache, q.dtype):
+        return False
+    return rope is None or decode_hopper.turns(rope, q.dtype, num_heads, cache.shape[1] // 2)
+
+
 def decode_attention(
     q: Tensor,
     cache: Tensor | CodedCache,
@@ -378,14 +385,15 @@ def decode_attention(
         )  # fmt: skip
         return
     assert rope is None or isinstance(cache, Tensor), "rope takes no codes"
-    plain = rope is None and softcap is None and valid_lens is None and queries == 1
+    plain = softcap is None and valid_lens is None and queries == 1
     hopper, config = scratch.hopper if plain else None, scratch.config
-    if hopper is not None and isinstance(cache, Tensor) and decode_hopper.takes(cache, q.dtype):
+    if hopper is not None and _suits_hopper(cache, q, rope, num_heads):
+        assert isinstance(cache, Tensor)
         decode_hopper.decode_hopper(
             q, cache, block_tables, slots, seq_lens, tile_ends, out, hopper,
             num_heads=num_heads, window=window, scale=scale * LOG2_E.value, sinks=sinks,
             min_tiles=config.min_tiles, next_early=config.next_early, read_once=config.read_once,
-            keys_are_old=keys_are_old,
+            keys_are_old=keys_are_old, rope=rope,
         )  # fmt: skip
         return
     tiles = config.tile, config.num_warps, config.num_stages

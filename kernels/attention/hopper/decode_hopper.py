@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sidestep.kernels.attention.common.rope import Rope
 from sidestep.kernels.attention.hopper.rows_of_cache import CacheForm, is_readable
 from sidestep.kernels.cuda.compiler import cubin
 from sidestep.kernels.cuda.launcher import Kernel, Kernels
@@ -25,7 +26,9 @@ from sidestep.kernels.launch_order import check_early_reads
 TILE = 32
 """Keys of a step."""
 _DIMS = (64, 128, 256)
-_MOST_GROUP = 16
+_MOST_GROUP, _MOST_TURNED = 16, 8
+"""Query heads of a KV head at most, and where projections are taken. There is less room for keys
+then."""
 _THREADS = 64
 _QUEUE = 2
 """Rows whose queries wait in shared memory."""
@@ -41,6 +44,9 @@ class Form(CacheForm):
 
     next_early: bool
     read_once: bool
+    projected: bool
+    """Whether rows are projections, whose last keys and values are not in the cache yet."""
+    norms: bool
 
     @property
     def _slot(self) -> int:
@@ -50,14 +56,26 @@ class Form(CacheForm):
     @property
     def _queries(self) -> int:
         """Bytes of the queries that wait."""
-        columns = 8 * cdiv(self.group, 8)
-        return _QUEUE * columns * (self.dim * self.dtype.itemsize + 16)
+        columns, head = 8 * cdiv(self.group, 8), self.dim * self.dtype.itemsize
+        # A key, a value, cosines and sines have as many bytes each as a query.
+        return _QUEUE * (columns * (head + 16) + 4 * self.projected * head)
 
     @property
     def stages(self) -> int:
         """Steps of keys and values that are loading at once."""
         room = _SHARED // _blocks_of(self.dim, self.group) - _BESIDE - self._queries
         return room // self._slot
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """Options of the compiler."""
+        return super().options | {
+            "STAGES": self.stages,
+            "NEXT_EARLY": int(self.next_early),
+            "READ_ONCE": int(self.read_once),
+            "PROJECTED": int(self.projected),
+            "WITH_NORMS": int(self.norms),
+        }
 
     @property
     def shared(self) -> int:
@@ -83,6 +101,21 @@ class _Sizes(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
     )
+
+
+class _Turning(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "q_norm", "k_norm")),
+        ("eps", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, rope: Rope | None) -> _Turning:
+        """Return the operands of norms and of a rotation."""
+        if rope is None:
+            return cls()
+        given = rope.cos, rope.sin, *(rope.norms or (None, None))
+        return cls(*(None if one is None else one.data_ptr() for one in given), rope.eps)
 
 
 class _Rows(ctypes.Structure):
@@ -134,10 +167,15 @@ def takes(cache: Tensor, dtype: torch.dtype) -> bool:
     return is_readable(cache, dtype, _DIMS)
 
 
+def turns(rope: Rope, dtype: torch.dtype, num_heads: int, num_kv_heads: int) -> bool:
+    """Return whether the kernel takes projections of such heads, and rotates them."""
+    plain = all(norm.dtype == dtype for norm in rope.norms or ())
+    return plain and num_heads // num_kv_heads <= _MOST_TURNED
+
+
 def compiled(form: Form) -> Path:
     """Return the file of the machine code for this form."""
-    more = {"NEXT_EARLY": int(form.next_early), "READ_ONCE": int(form.read_once)}
-    return cubin("decode_attention", form.options | {"STAGES": form.stages} | more, {})
+    return cubin("decode_attention", form.options, {})
 
 
 def _kernel(file: Path, form: Form) -> Kernel:
@@ -165,12 +203,13 @@ def decode_hopper(
     next_early: bool,
     read_once: bool,
     keys_are_old: bool,
+    rope: Rope | None,
 ) -> None:
     """Compute what `decode_attention` does for one query a row, from a plan with tiles of TILE.
 
     scale: of scores in units of ln 2. min_tiles: the least tiles of a share. next_early: whether
     the next kernel may start while keys and values are loading. read_once: whether L2 gives these
-    up before other lines. keys_are_old: see decode_attention.
+    up before other lines. keys_are_old, rope: see decode_attention.
     """
     _, twice_kv_heads, page, dim = cache.shape
     kv_heads = twice_kv_heads // 2
@@ -182,7 +221,9 @@ def decode_hopper(
         tile_ends=tile_ends,
     )
     box, group = math.gcd(page, TILE), num_heads // kv_heads
-    form = Form(q.dtype, dim, group, box, window, sinks is not None, next_early, read_once)
+    how = sinks is not None, next_early, read_once, rope is not None
+    norms = rope is not None and rope.norms is not None
+    form = Form(q.dtype, dim, group, box, window, *how, norms)
     kernel = _KERNELS.to_launch(form, q)
     if kernel is None:
         return
@@ -193,6 +234,7 @@ def decode_hopper(
             address(q.data_ptr()),
             address(cache.data_ptr()),
             _Rows(*(x.data_ptr() for x in (block_tables, slots, seq_lens, tile_ends))),
+            _Turning.of(rope),
             address(None if sinks is None else sinks.data_ptr()),
             address(scratch.parts.data_ptr()),
             address(out.data_ptr()),

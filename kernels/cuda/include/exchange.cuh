@@ -1,9 +1,9 @@
 // Words that blocks of a kernel give one another through memory.
 //
-// A word itself tells whether it is there: before, memory has one that no instruction makes. So
-// whoever waits for words reads nothing else, as in the LL protocol of NVIDIA's NCCL. Words that all
-// blocks compute, and that each of them needs, have two places. Launches take turns with these, and
-// each clears the place of the next one.
+// A word itself tells whether it is there: before, memory has one that no instruction rounds to.
+// So whoever waits for words reads nothing else, as in the LL protocol of NVIDIA's NCCL. Words that
+// all blocks compute, and that each of them needs, have two places. Launches take turns with these,
+// and each clears the place of the next one.
 #pragma once
 #include "hopper.cuh"
 
@@ -39,13 +39,13 @@ __device__ __forceinline__ void give_word(char* place, u32 word) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(word) : "memory");
 }
 
-__device__ __forceinline__ void give_words(uint4* place, const uint4& words) {
+__device__ __forceinline__ void give_words(char* place, const uint4& words) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(words.x),
                  "r"(words.y), "r"(words.z), "r"(words.w)
                  : "memory");
 }
 
-__device__ __forceinline__ uint4 words_now(const void* place) {
+__device__ __forceinline__ uint4 words_now(const char* place) {
     uint4 found;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w)

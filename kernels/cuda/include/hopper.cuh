@@ -104,6 +104,10 @@ __device__ __forceinline__ void write_number(u32 address, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
+__device__ __forceinline__ void write_word(u32 address, u32 value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void zero_16(u32 address) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
 }

@@ -18,10 +18,13 @@
 // The compiler is given: DIM (64, 128 or 256: the size of a head), GROUP (query heads of a KV head),
 // BOX (keys that lie in one block of the cache: 16 or TILE), STAGES, WINDOW (0: none), SINKS (1 if the
 // denominators have them), HALF (0: bfloat16, 1: float16), NEXT_EARLY (1 if the next kernel may
-// start while keys are loading), READ_ONCE (1 if L2 gives keys and values up before other lines).
+// start while keys are loading), READ_ONCE (1 if L2 gives keys and values up before other lines),
+// PROJECTED (1 if rows are projections, whose queries and keys are neither normed nor rotated, and
+// whose keys and values are not in the cache), WITH_NORMS.
 #include "exchange.cuh"
 #include "numbers.cuh"
 #include "softmax.cuh"
+#include "turned_heads.cuh"
 
 constexpr int TILE = 32, QUEUE = 2;
 // Pieces of 16 bytes of a key, and keys of which the threads of a warp have a piece each.
@@ -33,6 +36,8 @@ constexpr int BOXES = TILE / BOX, KNOWN = 32 / BOXES;
 // from one another on its banks.
 constexpr int COLUMNS = (GROUP + 7) / 8, STEPS = DIM / 16, Q_ROW = KEY_BYTES + 16;
 constexpr int Q_BYTES = 8 * COLUMNS * Q_ROW;
+// Behind the queries of projections lie a key, a value, cosines and sines.
+constexpr int ITEM_BYTES = Q_BYTES + (PROJECTED ? 4 * KEY_BYTES : 0);
 
 struct Sizes {
     // KV heads, keys of a block of the cache, and rows of the cache's numbers that a block has.
@@ -50,9 +55,17 @@ struct Rows {
     const int *tables, *slots, *lengths, *ends;
 };
 
+// How projections become queries and keys.
+struct Turning {
+    const float *cos, *sin;
+    // Weights of the norms of queries and of keys.
+    const u16 *q_norm, *k_norm;
+    float eps;
+};
+
 // A row, or the part of it that lies in one share.
 struct Item {
-    int row, length;
+    int row, length, slot;
     // Its first key, tiles, 0 behind the last item, and the first key that the query sees.
     int key, tiles, visible;
     // Shares that the row begins and ends in.
@@ -105,6 +118,7 @@ struct Loader {
     const u16 *q, *cache;
     const Rings& rings;
     const Rows& rows;
+    const Turning& turning;
     const Sizes& sizes;
     int head, share;
     // L2's policy for keys and values.
@@ -123,16 +137,30 @@ struct Loader {
         slot = __ldg(rows.slots + row), length = __ldg(rows.lengths + row);
     }
 
+    // Copies the key, the value and the rotation of a row's last token.
+    __device__ __forceinline__ void copy_new_token(
+        const Item& item, const u16* of_row, u32 target) const {
+        const u16* key = of_row + (sizes.kv_heads * GROUP + head) * DIM;
+        const u64 angle = u64(item.length - 1) * (DIM / 2);
+        for (int i = threadIdx.x % 32; i < 4 * PIECES; i += 32) {
+            const int which = i / PIECES, piece = i % PIECES;
+            const void* source = key + which * (sizes.kv_heads * DIM) + piece * 8;
+            if (which > 1) source = (which == 2 ? turning.cos : turning.sin) + angle + piece * 4;
+            copy_16(target + i * 16, source, 16);
+        }
+    }
+
     // Tells the other warp what comes next, with its queries.
     __device__ __forceinline__ void push(const Item& item) {
         const int lane = threadIdx.x % 32;
         const u32 full = rings.items_full + 8 * item_at.slot;
         barrier_wait(rings.items_empty + 8 * item_at.slot, item_at.phase ^ 1);
         if (item.tiles) {
-            const u16* own = q + u64(item.row) * sizes.q_stride + head * (GROUP * DIM);
-            const u32 target = rings.q + item_at.slot * Q_BYTES;
+            const u16 *of_row = q + u64(item.row) * sizes.q_stride, *own = of_row + head * (GROUP * DIM);
+            const u32 target = rings.q + item_at.slot * ITEM_BYTES;
             for (int i = lane; i < GROUP * PIECES; i += 32)
                 copy_16(target + i / PIECES * Q_ROW + i % PIECES * 16, own + i * 8, 16);
+            if (PROJECTED) copy_new_token(item, of_row, target + Q_BYTES);
         }
         arrive_when_copied(full);
         if (lane == 0) {
@@ -149,7 +177,8 @@ struct Loader {
         const int lane = threadIdx.x % 32;
         const u64 further = u64(sizes.kv_heads) * sizes.page * DIM;
         for (int i = first; i < stop; i++) {
-            const int key = item.key + i * TILE, there = item.length - key;
+            // The last key of projections is not in the cache.
+            const int key = item.key + i * TILE, there = item.length - PROJECTED - key;
             // There may be no block behind the last key.
             if (i % KNOWN == 0)
                 block = __ldg(table + min(key + lane * BOX, item.length - 1) / sizes.page);
@@ -187,7 +216,7 @@ struct Loader {
         const int own = __shfl_sync(~0u, slot, row - known);
         const int* table = rows.tables + u64(own) * sizes.table_stride;
         Item item;
-        item.row = row, item.length = __shfl_sync(~0u, length, row - known);
+        item.row = row, item.length = __shfl_sync(~0u, length, row - known), item.slot = own;
         item.visible = WINDOW ? max(item.length - WINDOW, 0) : 0;
         item.key = (tile - first + item.visible / TILE) * TILE;
         item.tiles = min(last, stop) - tile;
@@ -254,15 +283,19 @@ __device__ __forceinline__ void multiply(
 
 // ---- Parts of rows, left to other blocks ----
 
-// Words of 16 bytes of a part.
-constexpr int PART = STEPS * 32 + 4;
+// Bytes of a part: words of 16 bytes of each thread, and four for the softmax.
+constexpr int PART = (STEPS * 32 + 4) * 16;
 // Whether there are registers for a part beside what a thread multiplies.
 constexpr bool PART_EARLY = COLUMNS * STEPS <= 8;
+
+// Returns a thread's place in a part, and that of the softmax behind all threads' sums.
+__device__ __forceinline__ int place_in_part(int m) { return (m * 32 + threadIdx.x % 32) * 16; }
+__device__ __forceinline__ int place_of_stats() { return (STEPS * 32 + threadIdx.x % 4) * 16; }
 
 // Returns the bits of a number, which another NaN stands for if they are NOT_THERE.
 __device__ __forceinline__ u32 left(float value) { return min(__float_as_uint(value), NOT_THERE - 1); }
 
-__device__ __forceinline__ void leave_words(uint4* place, float a, float b, float c, float d) {
+__device__ __forceinline__ void leave_words(char* place, float a, float b, float c, float d) {
     give_words(place, make_uint4(left(a), left(b), left(c), left(d)));
 }
 
@@ -270,11 +303,10 @@ __device__ __forceinline__ void leave_words(uint4* place, float a, float b, floa
 struct Part {
     uint4 sums[STEPS], stats;
 
-    __device__ __forceinline__ void read(const uint4* place) {
-        const int lane = threadIdx.x % 32;
-        stats = words_now(place + STEPS * 32 + lane % 4);
+    __device__ __forceinline__ void read(const char* part) {
+        stats = words_now(part + place_of_stats());
 #pragma unroll
-        for (int m = 0; m < STEPS; m++) sums[m] = words_now(place + m * 32 + lane);
+        for (int m = 0; m < STEPS; m++) sums[m] = words_now(part + place_in_part(m));
     }
 
     __device__ __forceinline__ bool is_there() const {
@@ -286,12 +318,11 @@ struct Part {
 };
 
 // Leaves the place of a part as the next launch must find it.
-__device__ __forceinline__ void clear_part(uint4* place) {
-    const int lane = threadIdx.x % 32;
-    const uint4 nothing = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
+__device__ __forceinline__ void clear_part(char* part) {
+    const uint4 none = make_uint4(NOT_THERE, NOT_THERE, NOT_THERE, NOT_THERE);
 #pragma unroll
-    for (int m = 0; m < STEPS; m++) give_words(place + m * 32 + lane, nothing);
-    if (lane < 4) give_words(place + STEPS * 32 + lane, nothing);
+    for (int m = 0; m < STEPS; m++) give_words(part + place_in_part(m), none);
+    if (threadIdx.x % 32 < 4) give_words(part + place_of_stats(), none);
 }
 
 // ---- The softmax ----
@@ -372,12 +403,12 @@ struct Heads {
     }
 
     // Leaves a part of a row to the block that has the row's end.
-    __device__ __forceinline__ void leave(uint4* place) const {
-        const int lane = threadIdx.x % 32;
+    __device__ __forceinline__ void leave(char* part) const {
 #pragma unroll
         for (int m = 0; m < STEPS; m++)
-            leave_words(place + m * 32 + lane, sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
-        if (lane < 4) leave_words(place + STEPS * 32 + lane, top[0], top[1], mass[0], mass[1]);
+            leave_words(part + place_in_part(m), sum[m][0], sum[m][1], sum[m][2], sum[m][3]);
+        if (threadIdx.x % 32 < 4)
+            leave_words(part + place_of_stats(), top[0], top[1], mass[0], mass[1]);
     }
 
     // Adds a part that another block has left.
@@ -422,14 +453,86 @@ struct Heads {
     }
 };
 
-// Attends to the tiles of an item.
+// ---- Projections ----
+
+// The key and the value of a row's last token.
+struct NewToken {
+    Head key, value;
+    // Where the key goes. The value lies further behind.
+    u16* target;
+
+    // Writes them into the tile that ends the row.
+    __device__ __forceinline__ void write_to(u32 keys, int at) const {
+        if (threadIdx.x % 32 >= HEAD_THREADS) return;
+#pragma unroll
+        for (int i = 0; i < HEAD_WORDS; i++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int byte = half * DIM + Head::byte(i);
+                const u32 place = keys + place_of(at, byte / 16) + byte % 16;
+                write_word(place, half ? key.high[i] : key.low[i]);
+                write_word(place + HALF_SLOT, half ? value.high[i] : value.low[i]);
+            }
+    }
+
+    // Writes them into the cache.
+    __device__ __forceinline__ void keep(const Sizes& sizes) const {
+        if (threadIdx.x % 32 >= HEAD_THREADS) return;
+        key.write(target), value.write(target + u64(sizes.kv_heads) * sizes.page * DIM);
+    }
+};
+
+// Norms and rotates heads.
+struct Turner {
+    Head q_norm, k_norm;
+    float eps;
+
+    __device__ __forceinline__ explicit Turner(const Turning& given) : eps(given.eps) {
+        if (WITH_NORMS) q_norm.read(given.q_norm), k_norm.read(given.k_norm);
+    }
+
+    __device__ __forceinline__ void turn(Head& head, const Head& weights, const Angles& angles) const {
+        if (WITH_NORMS) head.norm(weights, eps);
+        angles.turn(head);
+    }
+
+    // Turns the queries of an item, where they are.
+    __device__ __forceinline__ void turn_queries(u32 queries, const Angles& angles) const {
+        const int first = threadIdx.x % 32 / HEAD_THREADS;
+#pragma unroll 2
+        for (int i = 0; i < GROUP; i += HEADS_AT_ONCE) {
+            // Threads beyond the last head turn that one too, and write nothing.
+            const u32 place = queries + min(i + first, GROUP - 1) * Q_ROW;
+            Head head;
+            head.read(place);
+            turn(head, q_norm, angles);
+            if (i + first < GROUP) head.write(place);
+        }
+        __syncwarp();
+    }
+
+    // Returns what projections are of the row's last token.
+    __device__ __forceinline__ NewToken new_token(u32 beside, const Angles& angles) const {
+        NewToken found;
+        found.key.read(beside), found.value.read(beside + KEY_BYTES);
+        turn(found.key, k_norm, angles);
+        return found;
+    }
+};
+
+// Attends to the tiles of an item. last: the token that ends the row; taken unless it is in the cache.
 __device__ __forceinline__ void attend(
-    Heads (&heads)[COLUMNS], const Item& item, const Rings& rings, Place<STAGES>& at, float scale) {
+    Heads (&heads)[COLUMNS], const Item& item, const Rings& rings, Place<STAGES>& at, float scale,
+    const NewToken& last, bool taken) {
     const int lane = threadIdx.x % 32;
     for (int i = 0; i < item.tiles; i++) {
         const int key = item.key + i * TILE;
         const u32 keys = rings.ring + at.slot * SLOT, values = keys + HALF_SLOT;
         barrier_wait(rings.full + 8 * at.slot, at.phase);
+        if (taken && i == item.tiles - 1) {
+            last.write_to(keys, item.length - 1 - key);
+            __syncwarp();
+        }
         float s[COLUMNS][2][4] = {};
 #pragma unroll
         for (int k = 0; k < STEPS; k++)
@@ -461,8 +564,8 @@ __device__ __forceinline__ void attend(
 }
 
 extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_attention(
-    const u16* q, const u16* cache, const __grid_constant__ Rows rows,
-    const float* __restrict__ sinks, uint4* parts, u16* out,
+    const u16* q, u16* cache, const __grid_constant__ Rows rows,
+    const __grid_constant__ Turning turning, const float* __restrict__ sinks, char* parts, u16* out,
     const __grid_constant__ Sizes sizes) {
     extern __shared__ __align__(1024) char memory[];
     __shared__ __align__(8) u64 barriers[2 * (STAGES + QUEUE)];
@@ -474,10 +577,11 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
     if (threadIdx.x >= 32) {
         // A step's tables are complete before the kernel before this one (see kernels/launch.py).
         const int tiles = __ldg(rows.ends + sizes.plan - 1), shares = gridDim.x / sizes.kv_heads;
-        Loader loader{q, cache, rings, rows, sizes, head, share, read_once()};
+        Loader loader{q, cache, rings, rows, turning, sizes, head, share, read_once()};
         loader.load_share(tiles, max((tiles + shares - 1) / shares, sizes.least));
         return;
     }
+    const Turner turner(turning);
     wait_for_kernels_before();
     // The part that a share leaves: at most one.
     auto part_of = [&](int share) {
@@ -488,18 +592,33 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
         barrier_wait(rings.items_full + 8 * item_at.slot, item_at.phase);
         const Item item = items[item_at.slot];
         if (item.tiles == 0) return;
+        const bool ends_here = item.last_share == share;
+        const u32 queries = rings.q + item_at.slot * ITEM_BYTES;
+        NewToken last;
+        if (PROJECTED) {
+            const u32 beside = queries + Q_BYTES;
+            const Angles angles(beside + 2 * KEY_BYTES, beside + 3 * KEY_BYTES);
+            turner.turn_queries(queries, angles);
+            if (ends_here) {
+                last = turner.new_token(beside, angles);
+                const int key = item.length - 1;
+                const int* table = rows.tables + u64(item.slot) * sizes.table_stride;
+                const u64 row = u64(__ldg(table + key / sizes.page)) * sizes.block_rows +
+                                head * sizes.page + key % sizes.page;
+                last.target = cache + row * DIM;
+            }
+        }
         Heads heads[COLUMNS];
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++)
-            heads[c].begin(rings.q + item_at.slot * Q_BYTES + c * 8 * Q_ROW);
+        for (int c = 0; c < COLUMNS; c++) heads[c].begin(queries + c * 8 * Q_ROW);
         __syncwarp();
         if (threadIdx.x == 0) barrier_arrive_here(rings.items_empty + 8 * item_at.slot);
-        const bool ends_here = item.last_share == share;
         // The first part is mostly there by now. If it is not, it is read again.
         Part part;
         if (PART_EARLY && ends_here && item.first_share < share)
             part.read(part_of(item.first_share));
-        attend(heads, item, rings, at, sizes.scale);
+        attend(heads, item, rings, at, sizes.scale, last, PROJECTED && ends_here);
+        if (PROJECTED && ends_here) last.keep(sizes);
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             heads[c].add_masses_up();
@@ -510,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(64, DIM > 128 ? 2 : 4) decode_atten
 #pragma unroll
         for (int c = 0; c < COLUMNS; c++) {
             for (int other = item.first_share; other < share; other++) {
-                uint4* place = part_of(other) + c * PART;
+                char* place = part_of(other) + c * PART;
                 if (!PART_EARLY || c > 0 || other > item.first_share) part.read(place);
                 // Blocks start in their order, so the other one is there, or has ended.
                 while (!part.is_there()) part.read(place);

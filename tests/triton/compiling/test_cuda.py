@@ -104,7 +104,10 @@ def test_attention_has_enough_registers(
         file = prefill_hopper.compiled(prompt)
     else:
         box = decode_hopper.TILE if largest else 16
-        form = decode_hopper.Form(*heads, box, *rest, next_early=True, read_once=True)
+        projected = group <= decode_hopper._MOST_TURNED
+        form = decode_hopper.Form(
+            *heads, box, *rest, next_early=True, read_once=True, projected=projected, norms=True
+        )
         file = decode_hopper.compiled(form)
     assert stack_of(file) == 0
 

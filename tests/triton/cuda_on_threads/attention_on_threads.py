@@ -15,12 +15,11 @@ BODIES = {
     "load_matrices": "load_squares(words, address, false);",
     "load_transposed": "load_squares(words, address, true);",
     "multiply": "multiply_squares(sum, x, w);",
-    "give_words": "memcpy(place, &words, 16);",
-    "words_now": "wait_in_vain(); return *static_cast<const uint4*>(place);",
-    "power_of_2": "return exp2f(x);",
-    # No block calls these.
     "place_of_launch": "return 0;",
-    "give_word": "",
+    "give_word": "memcpy(place, &word, 4);",
+    "give_words": "memcpy(place, &words, 16);",
+    "words_now": "wait_in_vain(); return *reinterpret_cast<const uint4*>(place);",
+    "power_of_2": "return exp2f(x);",
 }
 """Bodies of functions that have instructions of a GPU."""
 LAUNCH = """
@@ -29,8 +28,8 @@ template <class Value>
 static Value& argument(int i) { return *static_cast<Value*>(own[i]); }
 static void run_thread() {
     decode_attention(
-        argument<const u16*>(0), argument<const u16*>(1), argument<Rows>(2),
-        argument<const float*>(3), argument<uint4*>(4), argument<u16*>(5), argument<Sizes>(6));
+        argument<const u16*>(0), argument<u16*>(1), argument<Rows>(2), argument<Turning>(3),
+        argument<const float*>(4), argument<char*>(5), argument<u16*>(6), argument<Sizes>(7));
     alive--;
     sleep_here();
 }
@@ -49,14 +48,13 @@ class Emulated:
         self.seed, self.haste = 0, 0
         """How threads and copies are ordered; see threads.hpp."""
         self._shared = form.shared
-        for name in ("exchange.cuh", "softmax.cuh", "place.cuh"):
+        for name in ("exchange.cuh", "softmax.cuh", "place.cuh", "turned_heads.cuh"):
             text = (compiler._INCLUDE / name).read_text()
             (folder / name).write_text(with_bodies(text, BODIES))
         text = (compiler._SOURCE / "decode_attention.cu").read_text()
         kernel = with_shared_memory(with_bodies(text, BODIES))
         source = f'#include "numbers.cuh"\n#include "place.cuh"\n{kernel}{LAUNCH}'
-        more = {"STAGES": form.stages, "NEXT_EARLY": 0, "READ_ONCE": int(form.read_once)}
-        self._library = compiled(folder, source, form.options | more)
+        self._library = compiled(folder, source, form.options)
 
     def launch(self, blocks: int, arguments: Sequence[Any]) -> None:
         """Run the kernel."""

@@ -180,6 +180,9 @@ inline u32 word_of(const uint4& words, int i) {
 inline float number(u32 address) { return shared<float>(address); }
 inline u32 word(u32 address) { return shared<u32>(address); }
 inline u32 half_word(u32 address) { return shared<u16>(address); }
+inline void write_word(u32 address, u32 value) {
+    memcpy(current->block->memory + address, &value, sizeof value);
+}
 inline void write_number(u32 address, float value) {
     memcpy(current->block->memory + address, &value, sizeof value);
 }

@@ -11,6 +11,7 @@ from sidestep.kernels.attention import decode_attention_triton
 from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import decode_hopper
+from tests.triton.attention.projections import check_projections
 from tests.triton.attention.test_decode_attention import check, launch
 from tests.triton.batches import Batch, Shape, make_batch, with_scores, without_padding
 from tests.triton.support import DTYPE, PoisonedAllocations, needs_hopper, poisoned, same
@@ -100,6 +101,28 @@ def test_numbers_of_rows(rows: int) -> None:
     lengths = [1 + 37 * row % 400 for row in range(rows)]
     check_all(make_batch(LLAMA, lengths, DTYPE))
     check_all(without_padding(make_batch(LLAMA, lengths, DTYPE)))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LLAMA,
+        Shape(32, 4, 128, 64),
+        Shape(14, 2, 64, 64),
+        Shape(6, 2, 128, 32),
+        Shape(16, 2, 256, 16),
+    ],
+    ids=str,
+)
+def test_projections(
+    shape: Shape, window: int, parts: int | None, dtype: torch.dtype, norms: bool
+) -> None:
+    batch = make_batch(shape, [1000, 1, 77, 32, 33, 640, 31, 65] * 4, dtype)
+    check_projections(batch, scratch_of(batch, parts), window, with_norms=norms)
 
 
 @pytest.mark.parametrize("sinks", [0.0, 9.0, -300.0, 300.0])

@@ -12,6 +12,7 @@ from sidestep.kernels.attention.decode_config import DecodeConfig
 from sidestep.kernels.attention.decode_scratch import DecodeScratch
 from sidestep.kernels.attention.hopper import decode_hopper
 from sidestep.kernels.attention.hopper.decode_hopper import Form, HopperScratch
+from tests.triton.attention.projections import check_projections
 from tests.triton.attention.test_decode_attention import check, launch
 from tests.triton.batches import Batch, Shape, make_batch, with_scores
 from tests.triton.cuda_on_threads.attention_on_threads import Emulated
@@ -84,6 +85,24 @@ def check_orders(on_threads: OnThreads, batch: Batch, parts: int, window: int = 
 def test_any_order(shape: Shape, window: int, parts: int, on_threads: OnThreads) -> None:
     lengths = [300, 1, 77, 32, 33, 140]
     check_orders(on_threads, make_batch(shape, lengths, torch.bfloat16), parts, window)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+@pytest.mark.parametrize(
+    ("shape", "window", "norms"),
+    [
+        (Shape(8, 2, 128, 64), 0, True),
+        (Shape(7, 1, 64, 16), 100, False),
+        (Shape(2, 1, 256, 48), 0, True),
+    ],
+    ids=str,
+)
+def test_projections(
+    shape: Shape, window: int, norms: bool, parts: int, on_threads: OnThreads
+) -> None:
+    for on_threads.order in ORDERS:
+        batch = make_batch(shape, [300, 1, 77, 32, 33, 140], torch.bfloat16)
+        check_projections(batch, scratch_of(batch, parts), window, with_norms=norms)
 
 
 def test_sinks_and_rows_that_many_blocks_share(on_threads: OnThreads) -> None:
