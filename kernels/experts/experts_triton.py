@@ -49,7 +49,7 @@ from sidestep.kernels.experts.common.sorted_pairs_triton import combine_pairs, s
 from sidestep.kernels.experts.expert_codes import Coding, ExpertCodes
 from sidestep.kernels.experts.few_pairs_triton import multiply_few
 from sidestep.kernels.experts.grouped_pairs_triton import multiply_grouped
-from sidestep.kernels.experts.streamed_pairs import multiply_streamed
+from sidestep.kernels.experts.streamed_pairs import first_reads, multiply_streamed
 from sidestep.kernels.gpu import gpu_of, is_hopper
 from sidestep.kernels.ops.rms_norm import Begun, RmsNorm
 from sidestep.kernels.ops.routing import Routed, Undecided
@@ -59,6 +59,8 @@ Configs = FewConfigs | SortedConfigs | StreamConfigs
 InCodes = CodedConfigs | RegisterConfigs
 _LEAST_OF_CLUSTERS, _LEAST_CODES_OF_CLUSTERS = 64, 48
 """Pairs of an expert, on average, from which on clusters multiply numbers in 16 bits, and codes."""
+_LEAST_OF_EACH = 4
+"""Pairs of an expert, on average, from which on nearly all experts have one."""
 _MOST_WIDTH = 5 << 10
 """Inputs of eight pairs that the shared memory of all GPUs from Hopper on has room for."""
 
@@ -69,6 +71,28 @@ def few_pairs(rows: int, chosen: int, num_experts: int) -> bool:
     Then no more matrices are read than there are, and nothing has to be sorted.
     """
     return rows * chosen <= num_experts
+
+
+def read_first(
+    x: Tensor,
+    chosen: int,
+    gate_up: ExpertMatrix | ExpertCodes,
+    down: ExpertMatrix | ExpertCodes,
+    num_experts: int,
+) -> Tensor | None:
+    """Return what the usual products of x [T, D] read first, to be asked for before; or None.
+
+    num_experts: all that tokens choose from. See first_reads of streamed_pairs.py.
+    """
+    pairs, few = len(x) * chosen, few_pairs(len(x), chosen, num_experts)
+    if few or isinstance(gate_up, ExpertCodes) or isinstance(down, ExpertCodes):
+        return None
+    # With fewer pairs, blocks may begin with other experts.
+    known = pairs >= _LEAST_OF_EACH * num_experts
+    if not known or _suits_clusters(x, pairs, gate_up, down):
+        return None
+    streamed = isinstance(_configs(x, pairs, gate_up, down, few=few), StreamConfigs)
+    return first_reads(gate_up) if streamed else None
 
 
 def multiply_experts(

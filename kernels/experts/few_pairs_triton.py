@@ -19,11 +19,11 @@ from sidestep.kernels.experts.common.choice_triton import (
 from sidestep.kernels.experts.common.expert_activation_triton import gated
 from sidestep.kernels.experts.common.expert_matrix import ExpertMatrix
 from sidestep.kernels.experts.common.experts_config import FewConfig, FewConfigs, WaitingConfig
+from sidestep.kernels.l2_triton import prefetch
 from sidestep.kernels.launch import cdiv, has_pdl, next_power_of_2, pdl
 from sidestep.kernels.launch_order import opens_early, reads_early
 from sidestep.kernels.ops.rms_norm import BegunNorm, RmsNorm, room_to_begin
 from sidestep.kernels.ops.routing import Routed, Undecided
-from sidestep.kernels.prefetch_triton import prefetch
 
 _CHUNKS = 4
 """Threads that prefetch a row."""

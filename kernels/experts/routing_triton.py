@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.ahead import Ahead
 from sidestep.kernels.experts.choices_triton import MOST_EXPERTS, STEP, whole_product
 from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
 from sidestep.kernels.launch_order import completes
@@ -258,11 +259,15 @@ def route_stream(
     product_bias: Tensor | None = None,
     *,
     joined: Joined | None = None,
+    then: Tensor | None = None,
 ) -> tuple[Tensor, Undecided]:
-    """Return the norm of a stream, and its rows' product as `route` does."""
+    """Return the norm of a stream, and its rows' product as `route` does.
+
+    then: what the experts read first, which a kernel for the norm asks for (see Ahead).
+    """
     router = weight, bias, choice, own, product_bias
     if stream.done is not None or not isinstance(stream.begun, BegunNorm):
-        normed = stream.normed()
+        normed = stream.normed(None if then is None else Ahead(weight, then))
         return normed, route(normed, *router, joined=joined)
     norming = _Norming(
         stream.norm.weight, stream.begun.squares, torch.empty_like(stream.hidden), stream.norm.eps

@@ -37,6 +37,8 @@ _MOST_AHEAD, _STAGES_AHEAD = 32, 8
 """Pairs of a tile up to which a block starts while pairs are still being sorted, and the units that
 it has then. Sums of more pairs take too many registers."""
 _THREADS = 384
+_MOST_FIRST = 24 << 20
+"""Bytes that wait in L2 at most. With 32 MiB a step is no faster than with 16."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,18 @@ class _Operands(ctypes.Structure):
             "results",
         )
     )
+
+
+def first_reads(gate_up: ExpertMatrix) -> Tensor:
+    """Return matrices' rows that blocks read first, [N, rows, K], as many as L2 has room for.
+
+    They are the first of gate and of up of each expert that a block begins with. So some blocks
+    find what they read in L2, while others keep the memory busy.
+    """
+    halves = gate_up.values.unflatten(1, (2, -1)).flatten(0, 1)
+    experts = cdiv(num_processors(halves.device), cdiv(halves.shape[1], _ROWS))
+    most = _MOST_FIRST // halves[0, :_ROWS].nbytes // 2
+    return halves[: 2 * min(experts, most), :_ROWS]
 
 
 def compiled(form: Form) -> Path:

@@ -10,21 +10,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sidestep.kernels.ahead import Ahead
 from sidestep.kernels.gpu import on_gpu
 from sidestep.kernels.native import rows as native
 from sidestep.kernels.ops.silu_mul import each_row
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, ahead: Ahead | None = None) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
     x [..., D] of any float type; weight [D]. The norm is computed in float32 and rounded to x's
-    type before the weight is applied, as in the models' training.
+    type before the weight is applied, as in the models' training. ahead: what a GPU asks L2 for.
     """
     if on_gpu(x) and x.dim() == 2:
         from sidestep.kernels.triton.rms_norm_triton import rms_norm as launch
 
-        return launch(x, weight, eps)
+        return launch(x, weight, eps, ahead)
     if (made := native.rms_norm(x, weight, eps)) is not None:
         return made
     wide = x.float()
@@ -74,9 +75,9 @@ class RmsNorm:
         """Whether a product before it may compute a part of it."""
         return True
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ahead: Ahead | None = None) -> Tensor:
         """Return the norm of x [..., D]."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, ahead)
 
     def of_heads(self, x: Tensor) -> None:
         """Norm each head of x [T, H * D] in place."""
@@ -95,7 +96,7 @@ class NoNorm(RmsNorm):
         """No: there is nothing to compute."""
         return False
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, ahead: Ahead | None = None) -> Tensor:
         """Return x."""
         return x
 
@@ -167,9 +168,9 @@ class Stream(NamedTuple):
     done: Tensor | None = None
     """[T, D]: the result of the norm, where it is computed already."""
 
-    def normed(self) -> Tensor:
+    def normed(self, ahead: Ahead | None = None) -> Tensor:
         """Return the normed stream [T, D], computed from `hidden` unless it is done already."""
-        return self.norm(self.hidden) if self.done is None else self.done
+        return self.norm(self.hidden, ahead) if self.done is None else self.done
 
     def part(self, first: int, last: int) -> Stream:
         """Return the stream of the consecutive tokens from `first` up to, but without, `last`."""

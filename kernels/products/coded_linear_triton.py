@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sidestep.kernels.l2_triton import prefetch
 from sidestep.kernels.launch import cdiv, pdl
-from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.partial_sums import MOST_PARTIALS, MOST_TILES, workspace_of
 from sidestep.kernels.quantized.decoding_triton import numbers, without_zero, zero_of
 from sidestep.kernels.quantized.device_matrix import STEP, DeviceMatrix

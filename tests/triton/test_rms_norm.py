@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sidestep.kernels.ahead import Ahead
 from sidestep.kernels.ops import rms_norm as reference
 from sidestep.kernels.triton.rms_norm_triton import rms_norm
 from tests.triton.support import (
@@ -17,6 +18,7 @@ from tests.triton.support import (
     assert_close,
     guarded,
     needs_gpu,
+    needs_hopper,
     poisoned,
     unchanged,
 )
@@ -80,3 +82,17 @@ def test_16_bit_types_round_where_the_reference_rounds(dtype: torch.dtype) -> No
     expected, out = reference.rms_norm(x.cpu(), weight.cpu(), 1e-6), rms_norm(x, weight, 1e-6)
     # The mean may be summed in another order: that rarely moves a value across a rounding border.
     assert (out.cpu() != expected).float().mean() < 5e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("rows", [1, 3, 256])
+def test_what_it_asks_l2_for_changes_nothing(rows: int) -> None:
+    values, dtype = Values(rows), torch.bfloat16
+    x, weight = values.normal(rows, 2048, dtype=dtype), values.normal(2048, dtype=dtype)
+    first, matrices = (
+        guarded(values.normal(*shape, dtype=dtype)) for shape in ((128, 2048), (9, 200, 2048))
+    )
+    expected = rms_norm(x, weight, 1e-6)
+    with unchanged(x=x, weight=weight, first=first, matrices=matrices), PoisonedAllocations():
+        out = rms_norm(x, weight, 1e-6, Ahead(first, matrices[:7, :128]))
+    assert torch.equal(out, expected)

@@ -89,6 +89,15 @@ class GpuExperts:
             behind=self.behind,
         )
 
+    def read_first(self, x: Tensor, chosen: int) -> Tensor | None:
+        """Return what is read first for x [T, D], to be asked for before, or None (see Ahead).
+
+        chosen: experts of a token.
+        """
+        from sidestep.kernels.experts.experts_triton import read_first
+
+        return read_first(x, chosen, self._gate_up, self._down, self._num_experts)
+
 
 def _stacked(
     matrix: Callable[[int], ExpertMatrix | CodedMatrix], experts: Sequence[int]

@@ -123,6 +123,7 @@ class Experts:
         self._products: ExpertProducts
         if self._router.on_gpu:
             self._products = GpuExperts(found)
+            self._router.read_first = self._products.read_first
         else:
             native = NativeExperts.of(loaded, weights.dtype)
             self._products = CpuExperts(loaded, weights.dtype) if native is None else native

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -65,6 +67,8 @@ class Router:
         self._factor = torch.full((1,), self._root) if self._norm and not self.on_gpu else None
         """The same, where kernels in C find it."""
         self._joined: Joined | None = None
+        self.read_first: Callable[[Tensor, int], Tensor | None] | None = None
+        """Returns what experts read first, for rows [T, D] and the number of experts of each."""
 
     def join(self, gate: Tensor | None) -> None:
         """Let each row have the shared expert too, as the one behind all others; on a GPU only.
@@ -92,7 +96,9 @@ class Router:
             return x, self(x)
         from sidestep.kernels.experts.routing_triton import route_stream
 
-        return route_stream(stream, *self._how(self._weight), joined=self._joined)
+        chosen = self._choice.num_chosen + (self._joined is not None)
+        then = self.read_first and self.read_first(stream.hidden, chosen)
+        return route_stream(stream, *self._how(self._weight), joined=self._joined, then=then)
 
     def __call__(self, x: Tensor) -> Routed:
         """Return the experts of each row of x [T, D], by their numbers on this rank."""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from sidestep.kernels.experts.common import sorted_pairs_hopper
 from sidestep.kernels.experts.common.sorted_pairs import SortedPairs, room_for_pairs
-from sidestep.kernels.launch import cdiv, next_power_of_2, pdl
+from sidestep.kernels.l2_triton import forget
+from sidestep.kernels.launch import cdiv, has_pdl, next_power_of_2, pdl
 from sidestep.kernels.ops.rms_norm import RmsNorm, WholeNorm
 from sidestep.kernels.ops.routing import Routed
 
@@ -20,6 +21,9 @@ _AT_ONCE = 1024
 """Pairs that a sorting program looks at in a turn. With more, few programs would run at once."""
 _SHARES = tl.constexpr(16)
 """Programs that share the pairs for each expert, at most."""
+_LINE, _IN_L2 = 128, 16 << 20
+"""Bytes of a line of L2, and of results at most that it forgets when they are read. Larger ones are
+not in it."""
 
 
 @triton.jit(do_not_specialize=["P", "share"])
@@ -114,9 +118,14 @@ def _combine(
     N: tl.constexpr,
     ADD: tl.constexpr,
     SOME: tl.constexpr,
+    LINES: tl.constexpr,
+    LINES_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write a token's sum, and its norm if there is the weight of one."""
+    """Write a token's sum, and its norm if there is the weight of one.
+
+    LINES: lines of 128 bytes of a token's results, which nobody reads afterwards; 0 to keep them.
+    """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, N)
     inside = columns < D
@@ -139,6 +148,11 @@ def _combine(
     dtype: tl.constexpr = out.dtype.element_ty
     result = total.to(dtype)
     tl.store(target, result, mask=inside)
+    if LINES > 0:
+        # All threads have read them.
+        tl.debug_barrier()
+        own = tl.minimum(tl.arange(0, LINES_BLOCK), LINES - 1)
+        forget((results + token * CHOSEN * D).to(tl.int64) + own * 128)
     if norm is not None:
         value = result.to(tl.float32)
         scale = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
@@ -184,6 +198,14 @@ def sort_in_triton(ids: Tensor, num_experts: int, in_tile: int, out: SortedPairs
     )
 
 
+def _lines_to_forget(results: Tensor, chosen: int) -> int:
+    """Return the lines of a token's results that L2 forgets when they are read, or 0."""
+    size = chosen * results.shape[1] * results.element_size()
+    whole = size % _LINE == 0 and results.data_ptr() % _LINE == 0
+    forgets = has_pdl(results.device) and whole and results.nbytes <= _IN_L2
+    return size // _LINE if forgets else 0
+
+
 def combine_pairs(
     results: Tensor,
     routed: Routed,
@@ -195,11 +217,12 @@ def combine_pairs(
 ) -> WholeNorm | None:
     """Write each token's weighted sum of its pairs' results [T * k, D] to out [T, D], or add it.
 
-    Return the result of the norm that `out` goes through next, if there is one that computes
-    anything.
+    The results' memory may have no values afterwards. Return the result of the norm that `out` goes
+    through next, if there is one that computes anything.
     """
     (rows, width), chosen = out.shape, routed.ids.shape[1]
     block = next_power_of_2(width)
+    lines = _lines_to_forget(results, chosen)
     made = WholeNorm(torch.empty_like(out)) if norm is not None and norm.may_begin else None
     _combine[(rows,)](
         results,
@@ -213,6 +236,8 @@ def combine_pairs(
         block,
         add,
         some,
+        lines,
+        next_power_of_2(lines),
         num_warps=max(1, min(16, block // 512)),
         **pdl(out),
     )

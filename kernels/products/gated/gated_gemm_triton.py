@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sidestep.kernels.l2_triton import prefetch
 from sidestep.kernels.launch import cdiv, has_pdl, num_processors, pdl
-from sidestep.kernels.prefetch_triton import prefetch
 from sidestep.kernels.products.gated.tuned_gated import GATED
 from sidestep.kernels.triton.silu_mul_triton import gated_silu
 

@@ -41,6 +41,9 @@ def launch_experts(*_: object) -> None:
             bf16(1, hidden), RmsNorm(bf16(hidden), 1e-6), BegunNorm(bf16(1, hidden), f32(1, 512))
         )
         routing_triton.route_stream(few, bf16(experts, hidden), bias, choice)
+        many, weight = Stream(bf16(512, hidden), RmsNorm(bf16(hidden), 1e-6)), bf16(experts, hidden)
+        then = experts_triton.read_first(many.hidden, choice.num_chosen, gate_up, down, experts)
+        routing_triton.route_stream(many, weight, bias, choice, then=then)
         half = experts // 2
         for rows in (1, TOKENS):
             x, weight = bf16(rows, hidden), bf16(experts, hidden)

@@ -59,6 +59,7 @@ PRODUCTS = {
 
 
 EXPERTS = {
+    "_rms_norm",
     "_router_product",
     "_router_rows",
     "_router_tiles",
