@@ -22,6 +22,7 @@ BODIES = {
         *counter = before == last ? 0 : before + 1;
         return before >= u32(gridDim.x);""",
     "give_word": "memcpy(place, &word, 4);",
+    "give_words": "memcpy(place, &words, 16);",
     "words_now": """
         const auto found = *reinterpret_cast<const uint4*>(place);
         for (int i = 0; i < 4; i++)
